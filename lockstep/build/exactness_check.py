@@ -27,7 +27,7 @@ from lockstep.models.ordered import Piece, tiles_of
 from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_product_kernel import product, tile_of
 from lockstep.rollout.paged.ops import TritonOps
-from lockstep.rollout.paged.plain import Turn
+from lockstep.rollout.paged.plain import RowNorm, Turn
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 PROMPT, LENGTHS = 150, (1, 64, 65, 190)
@@ -201,7 +201,7 @@ def _norms(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     rms = x.new_empty(MANY, dtype=torch.float32)
     row_norm(None, x + residual, weight, 1e-6, total, normed, rms)
     for room in (0, 24, 96):
-        sums, found = TritonOps().add_norm(x, residual, weight, 1e-6, room)
+        sums, found = TritonOps().add_norm(x, residual, RowNorm(weight, 1e-6), room)
         if not (torch.equal(found, normed) and torch.equal(sums, x + residual)):
             yield f"the norm of {shape.hidden} numbers differs between sampling and training"
             return

@@ -236,7 +236,7 @@ def _combine_norm_kernel(
     tl.store(sum_ptr + token * outputs + column, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / outputs + eps)
-    out = scaled(value, scale, weight_ptr, column, inside, LATE)
+    out = scaled(value, scale, weight_ptr, column, inside, 0.0, LATE)
     tl.store(out_ptr + token * out_stride + column, out, mask=inside)
 
 

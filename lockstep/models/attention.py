@@ -47,11 +47,12 @@ class AttentionKind:
 
 
 def kind_of_layer(attention: Any, config: Any) -> AttentionKind:
-    """Return what the attention of a layer computes: of a family whose layers have a scale of their own and no caps."""
+    """Return what the attention of a layer computes: of a family whose layers have a scale of their own."""
     window = getattr(attention, "sliding_window", None)
-    if config.model_type in ("mistral", "mixtral"):  # theirs is the same in all layers
+    if config.model_type in ("mistral", "mixtral", "phi3"):  # theirs is the same in all layers
         window = config.sliding_window
-    return AttentionKind(float(attention.scaling), window, None, getattr(attention, "sinks", None))
+    softcap = attention.attn_logit_softcapping if config.model_type == "gemma2" else None
+    return AttentionKind(float(attention.scaling), window, softcap, getattr(attention, "sinks", None))
 
 
 class Layout(Protocol):

@@ -114,7 +114,9 @@ def _kernels() -> _Kernels | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _NormKind:
+class NormKind:
+    """A known RMS norm."""
+
     family: str
     layer: str
     epsilon: str
@@ -126,28 +128,36 @@ class _NormKind:
 
 
 _NORMS = (
-    _NormKind("llama", "LlamaRMSNorm", "variance_epsilon", 0.0, False),
-    _NormKind("gemma", "GemmaRMSNorm", "eps", 1.0, True),
-    _NormKind("gpt_oss", "GptOssRMSNorm", "variance_epsilon", 0.0, True),
+    NormKind("llama", "LlamaRMSNorm", "variance_epsilon", 0.0, False),
+    NormKind("gemma", "GemmaRMSNorm", "eps", 1.0, True),
+    NormKind("gpt_oss", "GptOssRMSNorm", "variance_epsilon", 0.0, True),
 )
 
 
-def _norm(module: nn.Module, kernels: Any) -> bool:
+def norm_kind(module: nn.Module) -> NormKind | None:
+    """Return the known norm whose code a module's class has."""
     for kind in _NORMS:
         layer = reference(kind.family, kind.layer)
         inner = getattr(type(module), "_norm", None)  # Gemma's does half of it
         if same(type(module).forward, layer.forward) and same(inner, getattr(layer, "_norm", None)):
-            replaced: Any = module
-            replaced.forward = _FusedNorm(kernels.RmsNorm, module, kind)
-            replaced.lockstep_fused = True
-            return True
-    return False
+            return kind
+    return None
+
+
+def _norm(module: nn.Module, kernels: Any) -> bool:
+    kind = norm_kind(module)
+    if kind is None:
+        return False
+    replaced: Any = module
+    replaced.forward = _FusedNorm(kernels.RmsNorm, module, kind)
+    replaced.lockstep_fused = True
+    return True
 
 
 class _FusedNorm:
     """Stands in for a norm's forward. A class, so that a copy of the model copies it along."""
 
-    def __init__(self, function: Any, module: nn.Module, kind: _NormKind) -> None:
+    def __init__(self, function: Any, module: nn.Module, kind: NormKind) -> None:
         self._function, self._module, self._kind = function, module, kind
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class RmsNorm(torch.autograd.Function):
         x_RH = x.reshape(-1, x.shape[-1]).contiguous()
         out_RH, rms_R = torch.empty_like(x_RH), x_RH.new_empty(len(x_RH), dtype=torch.float32)
         size, tile = _norm_tile(x_RH)
-        if exact.enabled() and not offset:
-            row_norm(None, x_RH, weight_H, epsilon, x_RH, out_RH, rms_R, late=late)
+        if exact.enabled():
+            row_norm(None, x_RH, weight_H, epsilon, x_RH, out_RH, rms_R, late=late, offset=offset)
         else:
             grid = (triton.cdiv(len(x_RH), tile["ROWS"]),)
             _norm_kernel[grid](x_RH, weight_H, out_RH, rms_R, len(x_RH), epsilon, offset, size, LATE=late, **tile)
@@ -67,55 +67,27 @@ def _norm_tile(x_RH: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def row_norm(
-    x_RH: Tensor | None,
-    residual_RH: Tensor,
-    weight_H: Tensor,
-    epsilon: float,
-    sum_RH: Tensor,
-    out_RH: Tensor,
-    rms_R: Tensor | None = None,
-    *,
-    late: bool = False,
-) -> None:
-    """Write residual + x to `sum_RH`, its RMS norm times weight to `out_RH`, whose rows may be apart, and 1 / rms to `rms_R`."""
+    x_RH: Tensor | None, residual_RH: Tensor, weight_H: Tensor, epsilon: float, sum_RH: Tensor, out_RH: Tensor,
+    rms_R: Tensor | None = None, *, late: bool = False, offset: float = 0.0, inner_H: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write residual + x to `sum_RH`, its RMS norm times weight to `out_RH`, whose rows may be apart, and 1 / rms to `rms_R`.
+
+    `late` and `offset` are those of RmsNorm. With `inner_H`, the weight of a norm alike, x is normed before it is added.
+    """
     count, size = residual_RH.shape
     block = triton.next_power_of_2(size)
     _row_norm_kernel[(count,)](
-        residual_RH if x_RH is None else x_RH,
-        residual_RH,
-        weight_H,
-        sum_RH,
-        out_RH,
-        sum_RH if rms_R is None else rms_R,
-        out_RH.stride(0),
-        epsilon,
-        x_RH is not None,
-        rms_R is not None,
-        late,
-        size,
-        block,
-        num_warps=min(16, max(1, block // 512)),
-        enable_fp_fusion=False,
-        **overlap(),
-    )
+        residual_RH if x_RH is None else x_RH, residual_RH, weight_H, weight_H if inner_H is None else inner_H, sum_RH, out_RH,
+        sum_RH if rms_R is None else rms_R, out_RH.stride(0), epsilon, offset, x_RH is not None, inner_H is not None,
+        rms_R is not None, late, size, block, num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False, **overlap(),
+    )  # fmt: skip
 
 
 @triton.jit
 def _row_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    rms_ptr,
-    out_stride,
-    eps,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    LATE: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, inner_ptr, sum_ptr, out_ptr, rms_ptr, out_stride, eps, offset,
+    ADD: tl.constexpr, INNER: tl.constexpr, KEEP: tl.constexpr, LATE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute residual + x (rounded, as the model rounds it), and its RMS norm."""
     await_input()
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -123,22 +95,26 @@ def _row_norm_kernel(
     ok = at < SIZE
     value = tl.load(residual_ptr + row + at, mask=ok, other=0.0)
     if ADD:
-        value = value + tl.load(x_ptr + row + at, mask=ok, other=0.0)
+        x = tl.load(x_ptr + row + at, mask=ok, other=0.0)
+        if INNER:
+            wide = x.to(tl.float32)
+            x = scaled(x, tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps), inner_ptr, at, ok, offset, LATE)
+        value = value + x
         tl.store(sum_ptr + row + at, value, mask=ok)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     if KEEP:
         tl.store(rms_ptr + tl.program_id(0), scale)
     out = out_ptr + tl.program_id(0).to(tl.int64) * out_stride
-    tl.store(out + at, scaled(value, scale, weight_ptr, at, ok, LATE), mask=ok)
+    tl.store(out + at, scaled(value, scale, weight_ptr, at, ok, offset, LATE), mask=ok)
 
 
 @triton.jit
-def scaled(value, scale, weight_ptr, at, inside, LATE: tl.constexpr):
+def scaled(value, scale, weight_ptr, at, inside, offset, LATE: tl.constexpr):
     """Multiply a row by 1 / rms and the weight, rounded once at the end, or also before the weight."""
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     if LATE:
-        out = (value.to(tl.float32) * scale * weight.to(tl.float32)).to(value.dtype)
+        out = (value.to(tl.float32) * scale * (weight.to(tl.float32) + offset)).to(value.dtype)
     else:
         out = (value.to(tl.float32) * scale).to(value.dtype) * weight
     return out

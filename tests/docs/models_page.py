@@ -23,7 +23,7 @@ from lockstep.models.routing import Routing
 from lockstep.models.small import random_model, small_config
 from lockstep.models.states import state_layers
 from lockstep.plan.family import require_family
-from lockstep.rollout.paged.fused import FAMILIES as FUSED
+from lockstep.rollout.paged.forms import FAMILIES as FUSED
 from tests.plan.test_family import UNSAID
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -38,6 +38,7 @@ WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EXPERTS": 128, "EVEN": True, "ROWS": 128, "HALF": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+PAIRS = {"HALF": 32, "INTERLEAVED": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
         route_kernels._route_kernel,
@@ -77,7 +78,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         norm_kernels._norm_grad_kernel,
         {"SIZE": 1536, "EACH": 16, "LATE": True, "WEIGHT": False, "ROWS": 2, "BLOCK": 2048},
     ),
-    "row norm": (norm_kernels._row_norm_kernel, {"ADD": True, "KEEP": True, "LATE": True, "SIZE": 1536, "BLOCK": 2048}),
+    "row norm": (
+        norm_kernels._row_norm_kernel,
+        {"ADD": True, "INNER": True, "KEEP": True, "LATE": True, "SIZE": 1536, "BLOCK": 2048},
+    ),
     "parts of the vocabulary": (head_kernels._chunk_kernel, {"BLOCK": 4096}),
     "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),
     "attention in order": (
@@ -100,7 +104,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "attention of a decode step in order": (
         attention_kernels.ordered_attend_kernel,
-        {"H": 64, "K": 8, "D": 64, "ROWS": 16, "P": 64, "ONES": 16, "WINDOWED": True, "SUNK": True, "ROTATE": True},
+        {"H": 64, "K": 8, "D": 64, "ROWS": 16, "P": 64, "ONES": 16, "WINDOWED": True, "SUNK": True} | PAIRS,
     ),
     "attention of one token": (
         attention_kernels.attend_kernel,
@@ -117,9 +121,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "CAPPED": True,
             "SINKS": True,
             "NORM": True,
-            "ROTATE": True,
+            "LATE": False,
             "PRECISION": "ieee",
-        },
+        }
+        | PAIRS,
     ),
     "product in order": (
         ordered_product_kernel._product_kernel,

@@ -16,32 +16,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.models.norm_kernels import scaled
 from lockstep.models.ordered_attention import add_block, add_values, weight_of, weights_of
 from lockstep.models.overlap import await_input
 
 
 @triton.jit
 def _head_of(
-    x_ptr, at, d, inside, norm_ptr, cos_ptr, sin_ptr, position, eps,
-    AXIS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    x_ptr, at, d, inside, norm_ptr, cos_ptr, sin_ptr, position, eps, offset,
+    AXIS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, LATE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Load heads of one token; norm and rotate them, with the model's roundings. AXIS is that of their entries."""
-    HALF: tl.constexpr = D // 2
+    """Load heads of one token; norm and rotate them, with the model's roundings. AXIS is that of their entries.
+
+    HALF is the number of pairs of a head that are rotated; 0 leaves the heads as they are.
+    """
     x = tl.load(x_ptr + at + d, mask=inside, other=0.0)
-    if ROTATE:
-        pair_d = tl.where(d < HALF, d + HALF, d - HALF)
+    if HALF > 0:
+        if INTERLEAVED:
+            pair_d, angle, low = d ^ 1, d // 2, d % 2 == 0
+        else:
+            pair_d, angle, low = tl.where(d < HALF, d + HALF, d - HALF), d % HALF, d < HALF
+        turned = d < 2 * HALF
+        pair_d = tl.where(turned, pair_d, d)
         pair = tl.load(x_ptr + at + pair_d, mask=inside, other=0.0)
         if NORM:
             wide = x.to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, AXIS, keep_dims=True) / D + eps)
-            x = (wide * scale).to(x.dtype) * tl.load(norm_ptr + d, mask=d < D, other=0.0)
-            pair = (pair.to(tl.float32) * scale).to(x.dtype) * tl.load(norm_ptr + pair_d, mask=d < D, other=0.0)
-        angle = position.to(tl.int64) * HALF + d % HALF
-        cos = tl.load(cos_ptr + angle, mask=d < D, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=d < D, other=0.0)
+            x = scaled(x, scale, norm_ptr, d, d < D, offset, LATE)
+            pair = scaled(pair, scale, norm_ptr, pair_d, d < D, offset, LATE)
+        angle += position.to(tl.int64) * HALF
+        cos = tl.load(cos_ptr + angle, mask=turned, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
         straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
         across = (pair.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
-        x = tl.where(d < HALF, straight - across, straight + across).to(x.dtype)
+        x = tl.where(turned, tl.where(low, straight - across, straight + across).to(x.dtype), x)
     return x
 
 
@@ -67,7 +75,7 @@ def _weights_of(
 
 @triton.jit
 def _with_new(
-    base, at, new, row_axis: tl.constexpr, offset, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
+    base, at, new, row_axis: tl.constexpr, place, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write a new key or value behind those of a block, and return the block with it: keys are its columns (row_axis 1), values
     its rows.
@@ -75,17 +83,13 @@ def _with_new(
     It is put into the block from registers: what a program has just written, it could not read safely.
     """
     d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    tl.store(base + at + offset * D + d, new, mask=inside)
+    tl.store(base + at + place * D + d, new, mask=inside)
     if row_axis == 1:
-        block = tl.load(
-            base + at + j[None, :] * D + d[:, None], mask=(j < offset)[None, :] & inside[:, None], other=0.0
-        )
-        block = tl.where((j == offset)[None, :], new[:, None], block)
+        block = tl.load(base + at + j[None, :] * D + d[:, None], mask=(j < place)[None, :] & inside[:, None], other=0.0)
+        block = tl.where((j == place)[None, :], new[:, None], block)
     else:
-        block = tl.load(
-            base + at + j[:, None] * D + d[None, :], mask=(j < offset)[:, None] & inside[None, :], other=0.0
-        )
-        block = tl.where((j == offset)[:, None], new[None, :], block)
+        block = tl.load(base + at + j[:, None] * D + d[None, :], mask=(j < place)[:, None] & inside[None, :], other=0.0)
+        block = tl.where((j == place)[:, None], new[None, :], block)
     return block
 
 
@@ -93,10 +97,10 @@ def _with_new(
 def attend_kernel(
     query_ptr, key_ptr, value_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, table_ptr, position_ptr, anchor_ptr,
     offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, layer, table_stride, query_head_stride, query_row_stride,
-    key_head_stride, key_row_stride, value_head_stride, value_row_stride, out_stride, eps, scale, softcap, window,
+    key_head_stride, key_row_stride, value_head_stride, value_row_stride, out_stride, eps, offset, scale, softcap, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, LATE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one row's query heads of one key head over its pages and its new key, or over one of SPLITS parts of
     them; write the new key and value to the last page.
@@ -118,7 +122,7 @@ def attend_kernel(
     query_at = (head * G + g[:, None]) * query_head_stride + row * query_row_stride
     query = _head_of(
         query_ptr, query_at, d[None, :], in_group[:, None] & in_head[None, :], query_norm_ptr, cos_ptr, sin_ptr, position, eps,
-        1, D, NORM, ROTATE,
+        offset, 1, D, NORM, LATE, HALF, INTERLEAVED,
     )  # fmt: skip
     key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
     value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
@@ -143,18 +147,18 @@ def attend_kernel(
         )
         total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
     if (start < pages) & (end == pages):
-        offset = position % BLOCK
+        place = position % BLOCK
         at = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64) * (K * P * D) + (last * BLOCK % P) * D
         new = _head_of(
             key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_norm_ptr, cos_ptr, sin_ptr, position,
-            eps, 0, D, NORM, ROTATE,
+            eps, offset, 0, D, NORM, LATE, HALF, INTERLEAVED,
         ).to(key_base.dtype.element_ty)  # fmt: skip
-        key = _with_new(key_base, at, new, 1, offset, in_head, D, BLOCK_D, BLOCK)
-        seen = (j <= offset) & (last * BLOCK + j >= first)
+        key = _with_new(key_base, at, new, 1, place, in_head, D, BLOCK_D, BLOCK)
+        seen = (j <= place) & (last * BLOCK + j >= first)
         peak, mass, prob, shrink = _weights_of(query, peak, mass, key, seen, scale, softcap, True, CAPPED, PRECISION)
         value_ptr += head * value_head_stride + row * value_row_stride
         new = tl.load(value_ptr + d, mask=in_head, other=0.0).to(value_base.dtype.element_ty)
-        value = _with_new(value_base, at, new, 0, offset, in_head, D, BLOCK_D, BLOCK)
+        value = _with_new(value_base, at, new, 0, place, in_head, D, BLOCK_D, BLOCK)
         total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
     if SPLITS == 1:
         if SINKS:
@@ -207,7 +211,7 @@ def ordered_attend_kernel(
     layer, table_stride, query_head_stride, query_row_stride, key_head_stride, key_row_stride, value_head_stride,
     value_row_stride, out_stride, factor, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, ONES: tl.constexpr,
-    WINDOWED: tl.constexpr, SUNK: tl.constexpr, ROTATE: tl.constexpr,
+    WINDOWED: tl.constexpr, SUNK: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one row's query heads of one key head, page by page, as models.ordered_attention does; write the new
     key and value to the last page.
@@ -221,7 +225,7 @@ def ordered_attend_kernel(
     query_at = (head * G + g[:, None]) * query_head_stride + row * query_row_stride
     query = _head_of(
         query_ptr, query_at, d[None, :], in_group[:, None] & (d < D)[None, :], query_ptr, cos_ptr, sin_ptr, position, 0.0,
-        1, D, False, ROTATE,
+        0.0, 1, D, False, False, HALF, INTERLEAVED,
     )  # fmt: skip
     key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
     value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
@@ -238,19 +242,19 @@ def ordered_attend_kernel(
         peak, mass, total = add_block(
             query, peak, mass, total, key, value, seen[None, :], ones, factor, WINDOWED, WINDOWED
         )
-    offset, in_head = position % P, d < D
+    place, in_head = position % P, d < D
     at = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64) * (K * P * D)
     new = _head_of(
-        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0, D,
-        False, ROTATE,
+        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0.0,
+        0, D, False, False, HALF, INTERLEAVED,
     ).to(key_base.dtype.element_ty)  # fmt: skip
-    key = _with_new(key_base, at, new, 1, offset, in_head, D, D, P)
-    seen = j <= offset
+    key = _with_new(key_base, at, new, 1, place, in_head, D, D, P)
+    seen = j <= place
     if WINDOWED:
         seen &= position // P * P + j > position - window
     peak, prob, shrink = weights_of(query, peak, key, seen[None, :], factor, True, WINDOWED)
     new = tl.load(value_ptr + head * value_head_stride + row * value_row_stride + d).to(value_base.dtype.element_ty)
-    value = _with_new(value_base, at, new, 0, offset, in_head, D, D, P)
+    value = _with_new(value_base, at, new, 0, place, in_head, D, D, P)
     mass, total = add_values(mass, total, prob, shrink, value, ones)
     out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
     sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0) if SUNK else 0.0

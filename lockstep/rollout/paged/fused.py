@@ -25,19 +25,13 @@ from lockstep.models.attention import AttentionKind, kind_of_layer
 from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
+from lockstep.rollout.paged.forms import FAMILIES, CannotFuse, Form, form_of, row_norm_of, turns_of
 from lockstep.rollout.paged.joined import joined, same_place, side_by_side, slices
 from lockstep.rollout.paged.ops import Ops
-from lockstep.rollout.paged.plain import Turn, Unsummed
+from lockstep.rollout.paged.plain import RowNorm, Turn, Unsummed
 from lockstep.rollout.paged.state import PageCache, Rows
 
 log = logging.getLogger(__name__)
-
-FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "gpt_oss"})
-"""Model types whose blocks are known to compute as below."""
-
-
-class CannotFuse(Exception):
-    """Reason why a model's blocks are not run in fused form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +116,18 @@ class _Gated:
 
     gate_up: _Matrix
     down: _Matrix
+    gelu: bool
 
     @property
     def room(self) -> int:
         return self.gate_up.room
 
     def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor:
-        return self.down(ops.gate(self.gate_up(x_BX), self.down.room))
+        return self.down(ops.gate(self.gate_up(x_BX), self.down.room, gelu=self.gelu))
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Gated:
-        return _Gated(self.gate_up.quantised(numerics, quantiser), self.down.quantised(numerics, quantiser))
+        parts = {name: getattr(self, name).quantised(numerics, quantiser) for name in ("gate_up", "down")}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +151,8 @@ class _Block:
     qkv: _Matrix
     out: _Matrix
     mlp: _Gated | _Mixture
-    norm_X: Tensor
-    mlp_norm_X: Tensor
-    head_norms: tuple[Tensor, Tensor, float] | None
+    form: Form
+    turn: Turn | None
     kind: AttentionKind
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Block:
@@ -171,35 +166,29 @@ class FusedDecoder:
 
     embedding_VX: Tensor
     blocks: list[_Block]
-    norm_X: Tensor
-    eps: float
+    norm: RowNorm
     heads: int
-    rope: tuple[Tensor, Tensor]
-    """cos and sin of every position, fp32, [positions, D / 2]."""
-    late: bool = False
-    """Norms round once, after their weight."""
+    scale: float = 1.0
+    """Factor of the embeddings."""
     fused: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are read instead of the parameters of these names."""
 
     def __call__(self, count: int, ops: Ops, rows: Rows, cache: PageCache, splits: int) -> Tensor:
         """Return hidden states [B, X] of one new token for each of the first `count` rows."""
         residual_BX = nn.functional.embedding(rows.next_B[:count], self.embedding_VX)
+        residual_BX = residual_BX if self.scale == 1.0 else residual_BX * self.scale
         x_BX: Tensor | Unsummed | None = None
+        after: RowNorm | None = None
         for layer, block in enumerate(self.blocks):
-            residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.norm_X, block.qkv.room)
-            qkv_BX = block.qkv(normed_BX)
-            heads = qkv_BX.view(count, -1, cache.size).transpose(0, 1).split([self.heads, cache.heads, cache.heads])
-            turn = Turn(*self.rope, block.head_norms)
-            attended_BX = ops.attend(heads, rows, cache, layer, block.kind, splits, block.out.room, turn)
+            form = block.form
+            residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, form.norm, block.qkv.room, after)
+            heads_BX = block.qkv(normed_BX).view(count, -1, cache.size)
+            heads = heads_BX.transpose(0, 1).split([self.heads, cache.heads, cache.heads])
+            attended_BX = ops.attend(heads, rows, cache, layer, block.kind, splits, block.out.room, block.turn)
             x_BX = block.out(attended_BX)
-            residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.mlp_norm_X, block.mlp.room)
-            x_BX = block.mlp(normed_BX, ops)
-        return self._norm(ops, x_BX, residual_BX, self.norm_X, 0)[1]
-
-    def _norm(
-        self, ops: Ops, x_BX: Tensor | Unsummed | None, residual_BX: Tensor, weight_X: Tensor, room: int
-    ) -> tuple[Tensor, Tensor]:
-        return ops.add_norm(x_BX, residual_BX, weight_X, self.eps, room, late=self.late)
+            residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, form.mlp_norm, block.mlp.room, form.after)
+            x_BX, after = block.mlp(normed_BX, ops), form.mlp_after
+        return ops.add_norm(x_BX, residual_BX, self.norm, 0, after)[1]
 
     def computing(self, numerics: ModelNumerics, numeric: str) -> FusedDecoder | None:
         """Return this decoder in a numeric; itself in that of the weights, None if it can only be run layer by layer."""
@@ -247,30 +236,31 @@ def fuse(base: Any, positions: int) -> FusedDecoder:
     if config.model_type not in FAMILIES:
         raise CannotFuse(f"{config.model_type} is not among {', '.join(sorted(FAMILIES))}")
     layers = list(decoder.layers)
-    for layer in layers:
-        _check(layer)
+    forms = [form_of(layer) for layer in layers]
+    for form in forms:
+        _check(form.linears)
+    norm, turns = row_norm_of(decoder.norm), turns_of(decoder, layers, config.model_type, positions)
     names = {id(p): clean_name(n) for n, p in base.named_parameters()}
     fused: dict[str, Tensor] = {}
-    blocks = [_block(layer, config, names, fused) for layer in layers]
+    blocks = [
+        _block(form, turn, kind_of_layer(layer.self_attn, config), names, fused)
+        for layer, form, turn in zip(layers, forms, turns, strict=True)
+    ]
+    scale = getattr(
+        decoder.embed_tokens, "embed_scale", None
+    )  # a tensor, which is rounded to the embeddings' precision
+    embedding_VX: Tensor = decoder.embed_tokens.weight
     return FusedDecoder(
-        embedding_VX=decoder.embed_tokens.weight,
+        embedding_VX=embedding_VX,
         blocks=blocks,
-        norm_X=decoder.norm.weight,
-        eps=float(decoder.norm.variance_epsilon),
+        norm=norm,
         heads=int(config.num_attention_heads),
-        rope=_rope(decoder, int(layers[0].self_attn.head_dim), positions),
-        late=config.model_type == "gpt_oss",
+        scale=1.0 if scale is None else float(scale.to(embedding_VX.dtype)),
         fused=fused,
     )
 
 
-def _check(layer: Any) -> None:
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
-    if not hasattr(mlp, "experts"):
-        groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-        if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
-            raise CannotFuse(f"its activation is {type(mlp.act_fn).__name__}")
+def _check(groups: Sequence[Sequence[Any]]) -> None:
     for linear in (linear for group in groups for linear in group):
         if not isinstance(_plain(linear), nn.Linear):
             raise CannotFuse(f"{type(linear).__name__} is not a linear layer")
@@ -291,27 +281,14 @@ def _check(layer: Any) -> None:
             raise CannotFuse("the adapters of matrices that read one input have different scalings")
 
 
-def _block(layer: Any, config: Any, names: dict[int, str], fused: dict[str, Tensor]) -> _Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm.weight, attention.k_norm.weight, float(attention.q_norm.variance_epsilon))
-    qkv = _matrix([attention.q_proj, attention.k_proj, attention.v_proj], names, fused)
-    out = _matrix([attention.o_proj], names, fused)
-    return _Block(
-        qkv=qkv,
-        out=out,
-        mlp=_Mixture(mlp) if hasattr(mlp, "experts") else _gated(mlp, names, fused),
-        norm_X=layer.input_layernorm.weight,
-        mlp_norm_X=layer.post_attention_layernorm.weight,
-        head_norms=norms,
-        kind=kind_of_layer(attention, config),
-    )
-
-
-def _gated(mlp: Any, names: dict[int, str], fused: dict[str, Tensor]) -> _Gated:
-    gate_up = _matrix([mlp.gate_proj, mlp.up_proj], names, fused)
-    return _Gated(gate_up, _matrix([mlp.down_proj], names, fused))
+def _block(
+    form: Form, turn: Turn | None, kind: AttentionKind, names: dict[int, str], fused: dict[str, Tensor]
+) -> _Block:
+    qkv, out = _matrix(form.inputs, names, fused), _matrix([form.out], names, fused)
+    if form.mixture is not None:
+        return _Block(qkv, out, _Mixture(form.mixture), form, turn, kind)
+    gate_up = _matrix(form.gate_up, names, fused)
+    return _Block(qkv, out, _Gated(gate_up, _matrix([form.down], names, fused), form.gelu), form, turn, kind)
 
 
 def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tensor]) -> _Matrix:
@@ -327,19 +304,6 @@ def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tens
     outputs, ranks = slices([w.shape[0] for w in weights]), slices([up.shape[1] for up in ups])
     parts = tuple(zip(outputs, ranks, ups, strict=True))
     return _Matrix(tuple(plain), weight, bias, _Adapter(down, parts, tuple(linear.scaling for linear in linears), wide))
-
-
-def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
-    rotary = decoder.rotary_emb
-    if "dynamic" in str(getattr(rotary, "rope_type", "")) or getattr(rotary, "rope_type", "") == "longrope":
-        raise CannotFuse(f"its rotary frequencies depend on the length ({rotary.rope_type})")
-    device, dtype = decoder.embed_tokens.weight.device, decoder.embed_tokens.weight.dtype
-    position_1T = torch.arange(positions, device=device)[None]
-    with torch.no_grad():
-        cos, sin = rotary(torch.zeros(1, device=device), position_1T)
-    if cos.shape[-1] not in (size, size // 2):  # gpt-oss gives each number once
-        raise CannotFuse("the model rotates only a part of each attention head (partial rotary embedding)")
-    return tuple(t[0, :, : size // 2].to(dtype).float().contiguous() for t in (cos, sin))  # rounded as the model's
 
 
 def _plain(linear: Any) -> Any:

@@ -17,15 +17,15 @@ from lockstep.models.overlap import await_input
 
 
 @triton.jit
-def gate_kernel(x_ptr, out_ptr, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute silu(first half) × second half of each row."""
+def gate_kernel(x_ptr, out_ptr, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr):
+    """Compute silu(first half) × second half of each row, or with gelu in its approximation by tanh."""
     await_input()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < SIZE
     gate = tl.load(x_ptr + row * 2 * SIZE + at, mask=ok, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + at, mask=ok, other=0.0)
-    value, _ = activation(gate.to(tl.float32), False)
+    value, _ = activation(gate.to(tl.float32), TANH)
     tl.store(out_ptr + row * out_stride + at, value.to(gate.dtype) * up, mask=ok)
 
 

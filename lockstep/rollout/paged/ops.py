@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
-from lockstep.rollout.paged.plain import PlainOps, Turn, Unsummed, of_module
+from lockstep.rollout.paged.plain import PlainOps, RowNorm, Turn, Unsummed, of_module
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 MATRIX_ROWS = 16
@@ -38,19 +38,17 @@ class Ops(Protocol):
         self,
         x_BX: Tensor | Unsummed | None,
         residual_BX: Tensor,
-        weight_X: Tensor,
-        eps: float,
+        norm: RowNorm,
         room: int = 0,
-        *,
-        late: bool = False,
+        inner: RowNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (residual + x, its RMS norm times weight). `late`: the norm is rounded after its weight, not also before."""
+        """Return (residual + x, its norm). With `inner`, x is normed before it is added; the two norms differ by their weight."""
 
     def mixture(self, module: nn.Module, x_BX: Tensor) -> Tensor | Unsummed:
         """Compute a mixture of experts; the sum over a row's experts may be left to `add_norm`."""
 
-    def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
-        """Return silu(first half) × second half."""
+    def gate(self, x_BX: Tensor, room: int = 0, *, gelu: bool = False) -> Tensor:
+        """Return silu(first half) × second half, or with gelu in its approximation by tanh."""
 
     def attend(
         self,
@@ -96,30 +94,33 @@ class TritonOps:
         self,
         x_BX: Tensor | Unsummed | None,
         residual_BX: Tensor,
-        weight_X: Tensor,
-        eps: float,
+        norm: RowNorm,
         room: int = 0,
-        *,
-        late: bool = False,
+        inner: RowNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
         out_BX = with_room(residual_BX, residual_BX.shape[1], room)
         total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
         if not isinstance(x_BX, Tensor | None):
-            x_BX.add_norm(residual_BX, weight_X, eps, total_BX, out_BX, late=late)
-            return total_BX, out_BX
-        self._norms.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX, late=late)
+            if inner is None and not norm.offset:
+                x_BX.add_norm(residual_BX, norm.weight_X, norm.eps, total_BX, out_BX, late=norm.late)
+                return total_BX, out_BX
+            x_BX = x_BX.summed()
+        self._norms.row_norm(
+            x_BX, residual_BX, norm.weight_X, norm.eps, total_BX, out_BX, late=norm.late, offset=norm.offset,
+            inner_H=None if inner is None else inner.weight_X,
+        )  # fmt: skip
         return total_BX, out_BX
 
     def mixture(self, module: nn.Module, x_BX: Tensor) -> Tensor | Unsummed:
         unsummed = None if exact.enabled() else self._experts.before_the_sum(module, x_BX)
         return of_module(module, x_BX) if unsummed is None else unsummed
 
-    def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
+    def gate(self, x_BX: Tensor, room: int = 0, *, gelu: bool = False) -> Tensor:
         count, size = x_BX.shape[0], x_BX.shape[1] // 2
         out_BX = with_room(x_BX, size, room)
         block = min(2048, _power(size))
         self._kernels.gate_kernel[(count, -(-size // block))](
-            x_BX, out_BX, out_BX.stride(0), size, block, **self._overlap()
+            x_BX, out_BX, out_BX.stride(0), size, block, gelu, **self._overlap()
         )
         return out_BX
 
@@ -151,17 +152,19 @@ class TritonOps:
         wide = {"dtype": torch.float32, "device": query_HBD.device}
         part = torch.empty((*parts, size) if splits > 1 else 1, **wide)  # type: ignore[call-overload]
         peak, mass = (torch.empty(parts if splits > 1 else 1, **wide) for _ in range(2))  # type: ignore[call-overload]
+        unused = RowNorm(query_HBD, 0.0)
         norms = None if turn is None else turn.norms
-        query_norm, key_norm, eps = norms or (query_HBD, query_HBD, 0.0)
-        cos, sin = (query_HBD, query_HBD) if turn is None else (turn.cos, turn.sin)
+        norm, key_norm = norms or (unused, unused)
+        cos, sin, half, interleaved = _tables(turn, query_HBD)
         sinks = query_HBD if kind.sinks_H is None else kind.sinks_H
         block, group = _power(size), max(MATRIX_ROWS, _power(heads // cache.heads))
         self._attention.attend_kernel[(count, cache.heads, splits)](
-            query_HBD, key_KBD, value_KBD, query_norm, key_norm, cos, sin, rows.table_BS, rows.position_B, cache.anchor,
-            cache.offsets, sinks, out_BX, part, peak, mass, layer, rows.table_BS.stride(0), *query_HBD.stride()[:2],
-            *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0), eps, kind.scale, kind.softcap or 1.0,
-            kind.window or 0, heads, cache.heads, size, block, group, PAGE, KEYS, splits, kind.window is not None,
-            kind.softcap is not None, kind.sinks_H is not None, norms is not None, turn is not None,
+            query_HBD, key_KBD, value_KBD, norm.weight_X, key_norm.weight_X, cos, sin, rows.table_BS, rows.position_B,
+            cache.anchor, cache.offsets, sinks, out_BX, part, peak, mass, layer, rows.table_BS.stride(0),
+            *query_HBD.stride()[:2], *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0), norm.eps, norm.offset,
+            kind.scale, kind.softcap or 1.0, kind.window or 0, heads, cache.heads, size, block, group, PAGE, KEYS, splits,
+            kind.window is not None, kind.softcap is not None, kind.sinks_H is not None, norms is not None, norm.late, half,
+            interleaved,
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
             num_warps=1 if block * group <= 2048 else 4, num_stages=2, maxnreg=REGISTERS.get(block, 255), **self._overlap(),
         )  # fmt: skip
@@ -181,15 +184,17 @@ class TritonOps:
             turn is not None and turn.norms is not None
         ):  # their sums have training's order only in a kernel like training's
             rows_BX = query_HBD.transpose(0, 1)  # whose keys stand behind the queries
-            self._norms.norm_heads(rows_BX, *turn.norms, heads, cache.heads)
-        cos, sin = (query_HBD, query_HBD) if turn is None else (turn.cos, turn.sin)
+            query_norm, key_norm = turn.norms
+            given = query_norm.weight_X, key_norm.weight_X, query_norm.eps
+            self._norms.norm_heads(rows_BX, *given, heads, cache.heads)
+        cos, sin, half, interleaved = _tables(turn, query_HBD)
         self._attention.ordered_attend_kernel[(count, cache.heads)](
             query_HBD, key_KBD, value_KBD, cos, sin, rows.table_BS, rows.position_B, cache.anchor, cache.offsets,
             out_BX if kind.sinks_H is None else kind.sinks_H, out_BX, layer, rows.table_BS.stride(0),
             *query_HBD.stride()[:2], *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0),
             kind.scale * self._ordered.LOG2_E, kind.window or 0, heads, cache.heads, size,
             max(MATRIX_ROWS, _power(heads // cache.heads)), PAGE, self._ordered.ONES, kind.window is not None,
-            kind.sinks_H is not None, turn is not None,
+            kind.sinks_H is not None, half, interleaved,
             num_warps=4 if count * cache.heads < 512 else 2, num_stages=2, maxnreg=ORDERED_REGISTERS.get(size, 255),
             enable_fp_fusion=False, **self._overlap(),
         )  # fmt: skip
@@ -248,6 +253,11 @@ def ops_for(device: torch.device) -> Ops:
 def with_room(like_BX: Tensor, size: int, room: int) -> Tensor:
     """Return uninitialised rows of `size`, as many as `like_BX` has, with `room` free columns after each."""
     return like_BX.new_empty(like_BX.shape[0], size + room)[:, :size]
+
+
+def _tables(turn: Turn | None, unused: Tensor) -> tuple[Tensor, Tensor, int, bool]:
+    """Return cos and sin, the number of pairs of a head that are rotated, and whether these are neighbours."""
+    return (unused, unused, 0, False) if turn is None else (turn.cos, turn.sin, turn.cos.shape[1], turn.interleaved)
 
 
 def _power(number: int) -> int:

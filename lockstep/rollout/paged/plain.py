@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionKind
@@ -29,25 +30,53 @@ class Unsummed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RowNorm:
+    """An RMS norm: x / rms(x) · (offset + weight)."""
+
+    weight_X: Tensor
+    eps: float
+    offset: float = 0.0
+    late: bool = False
+    """It rounds once, after the weight; else before it, too."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.late:
+            return (normed * (self.offset + self.weight_X.float())).to(x.dtype)
+        return normed.to(x.dtype) * self.weight_X
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """What is done to query and key heads before attention: their norms, if they have any, and the rotary embedding."""
 
     cos: Tensor
-    """fp32 of every position, [positions, D / 2]."""
+    """fp32 of every position, [positions, half of the entries that are rotated]; the rest of a head is left as it is."""
     sin: Tensor
-    norms: tuple[Tensor, Tensor, float] | None = None
-    """Weights of queries and keys, and epsilon."""
+    norms: tuple[RowNorm, RowNorm] | None = None
+    """Those of queries and keys."""
+    interleaved: bool = False
+    """Neighbours are rotated together; else an entry of the first half with one of the second."""
 
     def applied(self, query_HBD: Tensor, key_KBD: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the heads of each row's new token as they enter attention."""
         position_B = rows.position_B[: query_HBD.shape[1]].long()
         cos, sin = self.cos[position_B], self.sin[position_B]
         if self.norms is not None:
-            *weights, eps = self.norms
-            query_HBD, key_KBD = (
-                _norm(x, w, eps, late=False) for x, w in zip((query_HBD, key_KBD), weights, strict=True)
-            )
-        return _turned(query_HBD, cos, sin), _turned(key_KBD, cos, sin)
+            query_HBD, key_KBD = (norm(x) for x, norm in zip((query_HBD, key_KBD), self.norms, strict=True))
+        return self._turned(query_HBD, cos, sin), self._turned(key_KBD, cos, sin)
+
+    def _turned(self, x_HBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def rounded(wide: Tensor) -> Tensor:
+            return wide.to(x_HBD.dtype).float()  # where the model rounds
+
+        size = 2 * cos.shape[-1]
+        part, rest = x_HBD[..., :size].float(), x_HBD[..., size:]
+        low, high = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
+        turned = rounded(low * cos) - rounded(high * sin), rounded(high * cos) + rounded(low * sin)
+        whole = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
+        return torch.cat([whole.to(x_HBD.dtype), rest], -1)
 
 
 class PlainOps:
@@ -60,20 +89,20 @@ class PlainOps:
         self,
         x_BX: Tensor | Unsummed | None,
         residual_BX: Tensor,
-        weight_X: Tensor,
-        eps: float,
+        norm: RowNorm,
         room: int = 0,
-        *,
-        late: bool = False,
+        inner: RowNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(x_BX, Tensor | None):
             x_BX = x_BX.summed()
-        total_BX = residual_BX if x_BX is None else residual_BX + x_BX
-        return total_BX, _with_room(_norm(total_BX, weight_X, eps, late=late), room)
+        if x_BX is not None:
+            residual_BX = residual_BX + (x_BX if inner is None else inner(x_BX))
+        return residual_BX, _with_room(norm(residual_BX), room)
 
-    def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
+    def gate(self, x_BX: Tensor, room: int = 0, *, gelu: bool = False) -> Tensor:
         gate_BX, up_BX = x_BX.chunk(2, -1)
-        return _with_room(torch.nn.functional.silu(gate_BX) * up_BX, room)
+        activated_BX = F.gelu(gate_BX, approximate="tanh") if gelu else F.silu(gate_BX)
+        return _with_room(activated_BX * up_BX, room)
 
     def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
         """Write one key and value for each row at its position."""
@@ -159,19 +188,4 @@ def of_module(mixture: nn.Module, x_BX: Tensor) -> Tensor:
 
 def _with_room(x_BX: Tensor, room: int) -> Tensor:
     """Return the same with `room` free columns in memory after each row, uninitialised until they are written."""
-    return torch.nn.functional.pad(x_BX, (0, room), value=torch.nan)[..., : x_BX.shape[-1]] if room else x_BX
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float, *, late: bool) -> Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed * weight).to(x.dtype) if late else normed.to(x.dtype) * weight
-
-
-def _turned(x_HBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    def rounded(wide: Tensor) -> Tensor:
-        return wide.to(x_HBD.dtype).float()  # where the model rounds
-
-    low, high = x_HBD.float().chunk(2, -1)
-    turned = rounded(low * cos) - rounded(high * sin), rounded(high * cos) + rounded(low * sin)
-    return torch.cat(turned, -1).to(x_HBD.dtype)
+    return F.pad(x_BX, (0, room), value=torch.nan)[..., : x_BX.shape[-1]] if room else x_BX

@@ -11,7 +11,7 @@ import torch
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
 from lockstep.rollout.paged.ops import TritonOps
-from lockstep.rollout.paged.plain import PlainOps, Turn
+from lockstep.rollout.paged.plain import PlainOps, RowNorm, Turn
 from lockstep.rollout.paged.state import PageCache, Rows
 
 CPU = torch.device("cpu")
@@ -77,13 +77,17 @@ def layers() -> None:
     for dtype in TOLERANCES:
         for _ in SHAPES:
             x, residual, weight = (torch.randn(*shape, dtype=dtype) for shape in ((COUNT, 48), (COUNT, 48), (48,)))
-            for added, room in ((x, 0), (None, 0), (x, 12)):
-                mine, theirs = (ops.add_norm(added, residual, weight, 1e-5, room) for ops in (PLAIN, KERNELS))
+            norm, inner = RowNorm(weight, 1e-5), RowNorm(torch.randn(48, dtype=dtype), 1e-5, 1.0, late=True)
+            offset = RowNorm(weight, 1e-5, 1.0, late=True)
+            for added, one, room, before in (
+                (x, norm, 0, None), (None, norm, 0, None), (x, norm, 12, None), (x, offset, 0, inner), (x, offset, 12, None)
+            ):  # fmt: skip
+                mine, theirs = (ops.add_norm(added, residual, one, room, before) for ops in (PLAIN, KERNELS))
                 same(mine[0], theirs[0])
                 same(mine[1], theirs[1])
                 assert mine[1].stride() == theirs[1].stride() == (48 + room, 1)
-            for room in (0, 12):
-                same(PLAIN.gate(x, room), KERNELS.gate(x, room))
+            for room, gelu in ((0, False), (12, False), (0, True)):
+                same(PLAIN.gate(x, room, gelu=gelu), KERNELS.gate(x, room, gelu=gelu))
                 assert KERNELS.gate(x, room).stride() == (24 + room, 1)
 
 
@@ -98,22 +102,32 @@ def attention() -> None:
     for dtype in TOLERANCES:
         for heads, kv_heads, size in SHAPES:
             sinks, angle = torch.randn(heads), torch.rand(300, size // 2)
-            norms = torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype), 1e-6
-            turns = None, Turn(angle.cos(), angle.sin()), Turn(angle.cos(), angle.sin(), norms)
+            early, late = (
+                (
+                    RowNorm(torch.randn(size, dtype=dtype), 1e-6, *kind),
+                    RowNorm(torch.randn(size, dtype=dtype), 1e-6, *kind),
+                )
+                for kind in ((0.0, False), (1.0, True))
+            )
+            part = angle[:, : size // 4].contiguous()
+            turns = (
+                None, Turn(angle.cos(), angle.sin()), Turn(angle.cos(), angle.sin(), early),
+                Turn(part.cos(), part.sin(), late, interleaved=True), Turn(part.cos(), part.sin()),
+            )  # fmt: skip
             for kind in (
                 AttentionKind(0.3),
                 AttentionKind(0.3, window=70),
                 AttentionKind(0.3, softcap=2.0),
                 AttentionKind(0.3, window=7, sinks_H=sinks),
             ):
-                for splits, turn in zip((1, 2, 8), turns, strict=True):
+                for splits, turn in zip((1, 2, 8, 1, 2), turns, strict=True):
                     given = new(heads, kv_heads, size, dtype)
                     (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
                     other.keys[0][other_rows.table_BS[1, 0], :, 6:] = torch.nan  # where nothing was written yet
                     expected = PLAIN.attend(given, rows, cache, 0, kind, 1, turn=turn)
                     found = KERNELS.attend(given, other_rows, other, 0, kind, splits, turn=turn)
                     same(expected, found)
-                    if size != 24 and kind.softcap is None:
+                    if size != 24 and kind.softcap is None and (turn is None or turn.norms is not late):
                         with exact.on_trial():
                             copied = torch.cat(given).transpose(0, 1).contiguous().transpose(0, 1)  # it norms in place
                             parts = copied.split([heads, kv_heads, kv_heads])

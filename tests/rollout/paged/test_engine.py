@@ -24,7 +24,20 @@ from tests.learner.models import FAMILIES, logprobs_of, plain, tokens, twin
 from tests.rollout.engines import engine_over, finish, request, spelled
 
 TOLERANCE = 1e-4
-FUSED = ("llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "mistral", "qwen3-moe", "mixtral", "gpt-oss")
+FUSED = (
+    "llama",
+    "llama-mqa",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "qwen3-moe",
+    "mixtral",
+    "gpt-oss",
+    "gemma2",
+    "gemma3",
+)
+FUSED += ("phi3", "glm4", "smollm3", "gemma")
 
 
 def paged_over(model: nn.Module, slots: int = 4, stop_ids: Iterable[int] = (), *, fused: bool = True) -> PagedEngine:

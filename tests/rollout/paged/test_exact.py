@@ -169,15 +169,13 @@ def split_in_two(x: Any, weight: Any, bias: Any, alpha: float, out: Any, tile: A
     return out.copy_((x[:, :half] @ weight[:, :half].T).float() + (x[:, half:] @ weight[:, half:].T).float())
 
 
-def norm_by_torch(
-    ops: Any, x: Any, residual: Any, weight: Any, eps: float, room: int = 0, *, late: bool = False
-) -> Any:
+def norm_by_torch(ops: Any, x: Any, residual: Any, norm: Any, room: int = 0, inner: Any = None) -> Any:
     """Round once less."""
-    total = residual if x is None else x + residual
-    return total, torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), eps).bfloat16()
+    total, weight = residual if x is None else x + residual, norm.weight_X
+    return total, torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), norm.eps).bfloat16()
 
 
-def gate_by_torch(ops: Any, x: Any, room: int = 0) -> Any:
+def gate_by_torch(ops: Any, x: Any, room: int = 0, *, gelu: bool = False) -> Any:
     gate, up = x.float().chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).bfloat16()
 
