@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.models import exact
 from lockstep.models.activation_kernels import Activation, Unsummed, activate, activate_back, combine
 from lockstep.models.expert_kernels import gate_up, outer, product
-from lockstep.models.known import kind_of_experts, reference, same
+from lockstep.models.known import kind_of_experts, only_sums_experts, reference, same
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import opened
 from lockstep.models.route_kernels import Sorted, choose, route, sort_rows
@@ -270,10 +270,11 @@ class ExpertsForward:
 
 def before_the_sum(mixture: Any, x_TH: Tensor) -> Unsummed | None:
     """Return the results of each token's experts for a layer of few tokens; None for a layer that only its module can compute."""
+    experts = Experts.of(mixture.experts) if only_sums_experts(mixture) else None
+    if experts is None or not isinstance(mixture.experts.__dict__.get("forward"), ExpertsForward):
+        return None
     router = mixture.gate if hasattr(mixture, "gate") else mixture.router
-    experts = Experts.of(mixture.experts)
-    replaced = isinstance(mixture.experts.__dict__.get("forward"), ExpertsForward)
-    if experts is None or not replaced or len(x_TH) * router.top_k >= MANY * experts.experts:
+    if len(x_TH) * router.top_k >= MANY * experts.experts:
         return None
     _, weight_TK, index_TK = router(x_TH)
     return experts.unsummed(x_TH, index_TK, weight_TK)

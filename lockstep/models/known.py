@@ -42,6 +42,13 @@ def kind_of_experts(module: Any) -> Literal["gated", "paired", "packed"] | None:
     return "gated" if plain and silu else None
 
 
+def only_sums_experts(mixture: Any) -> bool:
+    """Return whether a mixture's result is the weighted sum over its experts, with nothing beside it such as a shared expert."""
+    forward = _own_forward(type(mixture))
+    layers = ("qwen3_moe", "Qwen3MoeSparseMoeBlock"), ("mixtral", "MixtralSparseMoeBlock"), ("gpt_oss", "GptOssMLP")
+    return forward is not None and any(same(forward, _own_forward(reference(*layer))) for layer in layers)
+
+
 def _own_forward(layer: type) -> Any:
     """Return the forward that a class's own file defines, without decorators; None if none is found behind them."""
     owner = next(base for base in layer.__mro__ if "forward" in vars(base))

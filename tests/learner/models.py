@@ -97,9 +97,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "cohere": _make("Cohere", logit_scale=0.5),
     "granite": _make("Granite", logits_scaling=3.0, attention_multiplier=0.3, residual_multiplier=0.5),
     "phi": _make("Phi"),  # a head with a bias
-    "phi3": _make(
-        "Phi3", sliding_window=WINDOW
-    ),  # one layer for query, key and value, and one for gate and up
+    "phi3": _make("Phi3", sliding_window=WINDOW),  # one layer for query, key and value, and one for gate and up
     "gemma": _make("Gemma", head_dim=16),
     "glm4": _make("Glm4", head_dim=16),  # half of each head is rotated, neighbours together
     "smollm3": _make("SmolLM3", no_rope_layers=[1, 0]),

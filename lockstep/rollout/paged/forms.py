@@ -16,8 +16,8 @@ from lockstep.models.fused_layers import norm_kind
 from lockstep.rollout.paged.plain import RowNorm, Turn
 
 FAMILIES = frozenset({
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
-    "qwen3_moe", "smollm3",
+    "cwm", "dots1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "internlm3", "llama", "ministral",
+    "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
 })  # fmt: skip
 """Model types whose blocks are known to compute as `fused.FusedDecoder` does."""
 _INTERLEAVED = ("glm", "glm4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from itertools import islice
 
@@ -13,13 +14,17 @@ from torch import nn
 from lockstep.config.schema import Lora
 from lockstep.errors import EngineError
 from lockstep.learner.adapters import attach
+from lockstep.models.attention import NAME
 from lockstep.models.decoder import Decoder
+from lockstep.models.small import random_model, small_config
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.rollout.paged import prefill
 from lockstep.rollout.paged.engine import PagedEngine
+from lockstep.rollout.paged.forms import FAMILIES as FORMS
 from lockstep.rollout.paged.state import PAGE
 from lockstep.types import Request, Sampling
+from tests.docs.models_page import default
 from tests.learner.models import FAMILIES, logprobs_of, plain, tokens, twin
 from tests.rollout.engines import engine_over, finish, request, spelled
 
@@ -37,7 +42,7 @@ FUSED = (
     "gemma2",
     "gemma3",
 )
-FUSED += ("phi3", "glm4", "smollm3", "gemma")
+FUSED += ("phi3", "glm4", "smollm3", "gemma", "glm4-moe")
 
 
 def paged_over(model: nn.Module, slots: int = 4, stop_ids: Iterable[int] = (), *, fused: bool = True) -> PagedEngine:
@@ -97,9 +102,35 @@ def test_the_models_own_forward_pass_says_the_same_as_fused_blocks(family: str):
         np.testing.assert_allclose(done.logprobs, own[name].logprobs, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "k_proj", "v_proj", "down_proj"], ["o_proj"]])
-def test_adapters_act_in_fused_blocks(targets: str | list[str]):
-    model = attach(twin(plain("qwen2")), Lora(rank=4, alpha=20, targets=targets), seed=0)
+@pytest.mark.sampled("glm", "seed_oss")
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_published_configs_of_fused_families_say_the_same(family: str):
+    """A small copy of what transformers' defaults or published models describe."""
+    model = default(family)
+    small = random_model(type(model), small_config(model.config), NAME)
+    prompts = tokens(1, 1), tokens(5, 5), tokens(40, 40)
+    asked = [
+        request(f"{g}/{i}", p, Sampling(20, ignore_eos=True), group=str(g))
+        for g, p in enumerate(prompts)
+        for i in (0, 1)
+    ]
+    engines = paged_over(copy.deepcopy(small)), paged_over(small, fused=False)
+    assert engines[0]._fused is not None
+    fused, own = (finish(engine, asked) for engine in engines)
+    for name, done in fused.items():
+        assert done.ids == own[name].ids
+        np.testing.assert_allclose(done.logprobs, own[name].logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen2", "all-linear"), ("qwen2", ["q_proj", "k_proj", "v_proj", "down_proj"]), ("qwen2", ["o_proj"]),
+        ("phi3", "all-linear"), ("gemma3", "all-linear"),
+    ],
+)  # fmt: skip
+def test_adapters_act_in_fused_blocks(family: str, targets: str | list[str]):
+    model = attach(twin(plain(family)), Lora(rank=4, alpha=20, targets=targets), seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
