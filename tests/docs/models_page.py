@@ -61,7 +61,7 @@ def row(family: str) -> str:
         family,
         ", ".join(_has(model, small, experts)) or "–",
         f"within {next(f'1e-{n}' for n in (4, 3) if gap <= 10.0**-n)}",
-        "yes" if model.config.model_type in FUSED else "no",
+        "yes" if model.config.get_text_config().model_type in FUSED else "no",
         ", ".join(targets),
         f"{_saved(small)}{', yes' if model.config.model_type in GGUF else ', no'}",
         "refused" if experts or even_heads(small) == (0, 0) else "by name",

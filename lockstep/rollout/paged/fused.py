@@ -1,4 +1,4 @@
-"""Fused decoding of Llama- and Qwen-like layers: nine kernel launches a layer, not thirty, with the learner's own weights.
+"""Fused decoding of the layers that forms.py reads: eight kernel launches a layer, not thirty, with the learner's own weights.
 
 The query, key and value matrices of a layer are in one tensor, and so are gate and up; the model's parameters are views of it,
 so that training writes to the memory that decoding reads. An adapter's up matrices are in the same tensor, to the right of the
