@@ -1,12 +1,14 @@
-"""Mixtures of experts on one GPU: rollouts against vLLM on identical work, LoRA updates, and the physical floors of both.
+"""Mixtures of experts and other families on one GPU: rollouts beside vLLM on identical work, LoRA updates, and their floors.
 
-    python benchmarks/gpu_moe.py --write           # one call on an H200: all arms of both shapes
+    python benchmarks/gpu_moe.py --write           # one call on an H200: all arms of both mixtures
+    python benchmarks/gpu_moe.py --shapes phi-3-3.8b gemma-3-1b smollm3-3b --write
     python benchmarks/gpu_moe.py --cpu             # tiny versions of our arms on a CPU, to try the program out: no figures
 
-Shapes of Qwen3-30B-A3B and gpt-oss-20b with random bf16 weights. Rollouts: 64 prompts of 128 tokens x 8 samples of 256, end
-tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates: LoRA of rank 16 on attention, 64
-sequences of 512 tokens. Arms: ours; ours with numerics.exact; ours with gpt-oss's experts in MXFP4 (adapter.base = mxfp4);
-ours without adapters, which only samples; vLLM, without them too, with the settings of gpu_rollout.py and weights of its own.
+Shapes of Qwen3-30B-A3B and gpt-oss-20b, and of dense models of other families, with random bf16 weights. Rollouts: 64 prompts
+of 128 tokens x 8 samples of 256, end tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates:
+LoRA of rank 16 on attention, 64 sequences of 512 tokens. Arms: ours; ours with numerics.exact; ours with gpt-oss's experts in
+MXFP4 (adapter.base = mxfp4); ours without adapters, which only samples; vLLM, without them too, with the settings of
+gpu_rollout.py and weights of its own.
 Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads that its rows can
 reach in every decode step; that of an update 4 FLOP for each active parameter and token.
 """
@@ -43,7 +45,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
         "sliding_window": 128, "vocab_size": 201088,
     },
+    "phi-3-3.8b": {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 32064,
+    },
+    "gemma-3-1b": {
+        "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512, "vocab_size": 262144,
+    },
+    "smollm3-3b": {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "vocab_size": 128256,
+    },
 }  # fmt: skip
+MODELS = {"qwen3": "Qwen3Moe", "gpt": "GptOss", "phi": "Phi3", "gemma": "Gemma3", "smollm3": "SmolLM3"}
+"""Classes of transformers, by the beginning of a shape's name."""
+MIXTURES = ("qwen3-30b-a3b", "gpt-oss-20b")
 TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 8,
         "num_experts_per_tok": 2, "vocab_size": 512}  # fmt: skip
@@ -62,9 +79,12 @@ PACKAGES = ("torch", "triton", "transformers", "vllm")
 def config_of(shape: str, *, cpu: bool) -> Any:
     import transformers
 
-    kind = transformers.GptOssConfig if shape.startswith("gpt") else transformers.Qwen3MoeConfig
-    sizes = SHAPES[shape] | (TINY if cpu else {})
-    return kind(**sizes, max_position_embeddings=8192, bos_token_id=None, eos_token_id=2, pad_token_id=0)
+    name = MODELS[shape.split("-")[0]]
+    kind = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    sizes = SHAPES[shape] | ({key: TINY[key] for key in TINY if key in SHAPES[shape]} if cpu else {})
+    made = kind(**sizes, max_position_embeddings=8192, bos_token_id=None, eos_token_id=2, pad_token_id=0)
+    made.architectures = [f"{name}ForCausalLM"]
+    return made
 
 
 def random_model(shape: str, device: str, attention: str, *, cpu: bool, packed: bool = False) -> Any:
@@ -298,7 +318,7 @@ def publish(results: dict[str, dict[str, dict[str, Any]]], args: argparse.Namesp
     lines = [*header(__file__, where, PACKAGES), "", *table(results, cpu=args.cpu), "", *notes(results)]
     print("\n".join(lines), flush=True)
     if args.write:
-        write_section(args.write, "experts", lines)
+        write_section(args.write, "experts" if {*results} <= {*MIXTURES} else "dense models", lines)
 
 
 def main() -> None:
@@ -306,7 +326,9 @@ def main() -> None:
     parser.add_argument("--arm", choices=["ours", "vllm"], help="run one arm in this process")
     parser.add_argument("--arm-out")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="*", choices=SHAPES, default=list(MIXTURES), help="the mixtures, if none is named"
+    )
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
     parser.add_argument("--packed", action="store_true", help="our arm with experts in MXFP4")
@@ -326,12 +348,10 @@ def main() -> None:
     asked = [one for one in args.arms if not args.cpu or one != "vLLM"]
     for name in asked:
         for shape in args.shapes:
-            if "MXFP4" in name and not shape.startswith("gpt"):
+            if ("MXFP4" in name and not shape.startswith("gpt")) or ("exact" in name and shape not in MIXTURES):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                config = config_of(shape, cpu=args.cpu)
-                config.architectures = ["GptOssForCausalLM" if shape.startswith("gpt") else "Qwen3MoeForCausalLM"]
-                config.save_pretrained(folder)
+                config_of(shape, cpu=args.cpu).save_pretrained(folder)
                 program, extra = ARMS[name]
                 results.setdefault(shape, {})[name] = arm(program, shape, extra, folder, args)
             publish(results, args)
