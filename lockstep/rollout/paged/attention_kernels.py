@@ -75,20 +75,18 @@ def _weights_of(
 
 @triton.jit
 def _with_new(
-    base, at, new, row_axis: tl.constexpr, place, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
+    base, new, row_axis: tl.constexpr, place, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write a new key or value behind those of a block, and return the block with it: keys are its columns (row_axis 1), values
-    its rows.
+    """Load a block up to its new key or value, and return it with that: keys are its columns (row_axis 1), values its rows.
 
-    It is put into the block from registers: what a program has just written, it could not read safely.
+    The new one is put in from registers: what a program has just written, it could not read safely.
     """
     d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    tl.store(base + at + place * D + d, new, mask=inside)
     if row_axis == 1:
-        block = tl.load(base + at + j[None, :] * D + d[:, None], mask=(j < place)[None, :] & inside[:, None], other=0.0)
+        block = tl.load(base + j[None, :] * D + d[:, None], mask=(j < place)[None, :] & inside[:, None], other=0.0)
         block = tl.where((j == place)[None, :], new[:, None], block)
     else:
-        block = tl.load(base + at + j[:, None] * D + d[None, :], mask=(j < place)[:, None] & inside[None, :], other=0.0)
+        block = tl.load(base + j[:, None] * D + d[None, :], mask=(j < place)[:, None] & inside[None, :], other=0.0)
         block = tl.where((j == place)[:, None], new[None, :], block)
     return block
 
@@ -130,7 +128,19 @@ def attend_kernel(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    last = position // BLOCK  # the new key's block
+    last, place = position // BLOCK, position % BLOCK  # the new key's block, and its place there
+    owns = (start < pages) & (end == pages)
+    page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
+    last_keys = key_base + page * (K * P * D) + (last * BLOCK % P) * D
+    last_values = value_base + page * (K * P * D) + (last * BLOCK % P) * D
+    new_key = _head_of(
+        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_norm_ptr, cos_ptr, sin_ptr, position, eps,
+        offset, 0, D, NORM, LATE, HALF, INTERLEAVED,
+    ).to(key_base.dtype.element_ty)  # fmt: skip
+    value_ptr += head * value_head_stride + row * value_row_stride
+    new_value = tl.load(value_ptr + d, mask=in_head, other=0.0).to(value_base.dtype.element_ty)
+    tl.store(last_keys + place * D + d, new_key, mask=in_head & owns)
+    tl.store(last_values + place * D + d, new_value, mask=in_head & owns)
     # A fully masked block would have no largest score.
     first_block = tl.maximum(start * (P // BLOCK), first // BLOCK)
     for block in range(first_block, tl.minimum(end * (P // BLOCK), last)):
@@ -146,19 +156,11 @@ def attend_kernel(
             query, peak, mass, key, seen, scale, softcap, WINDOWED, CAPPED, PRECISION
         )
         total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
-    if (start < pages) & (end == pages):
-        place = position % BLOCK
-        at = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64) * (K * P * D) + (last * BLOCK % P) * D
-        new = _head_of(
-            key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_norm_ptr, cos_ptr, sin_ptr, position,
-            eps, offset, 0, D, NORM, LATE, HALF, INTERLEAVED,
-        ).to(key_base.dtype.element_ty)  # fmt: skip
-        key = _with_new(key_base, at, new, 1, place, in_head, D, BLOCK_D, BLOCK)
+    if owns:
+        key = _with_new(last_keys, new_key, 1, place, in_head, D, BLOCK_D, BLOCK)
         seen = (j <= place) & (last * BLOCK + j >= first)
         peak, mass, prob, shrink = _weights_of(query, peak, mass, key, seen, scale, softcap, True, CAPPED, PRECISION)
-        value_ptr += head * value_head_stride + row * value_row_stride
-        new = tl.load(value_ptr + d, mask=in_head, other=0.0).to(value_base.dtype.element_ty)
-        value = _with_new(value_base, at, new, 0, place, in_head, D, BLOCK_D, BLOCK)
+        value = _with_new(last_values, new_value, 0, place, in_head, D, BLOCK_D, BLOCK)
         total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
     if SPLITS == 1:
         if SINKS:
@@ -234,6 +236,17 @@ def ordered_attend_kernel(
     mass = tl.zeros([ROWS, ONES], tl.float32)
     total = tl.zeros([ROWS, D], tl.float32)
     ones = tl.full([P, ONES], 1.0, out_ptr.dtype.element_ty)
+    place, in_head = position % P, d < D
+    page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
+    last_keys, last_values = key_base + page * (K * P * D), value_base + page * (K * P * D)
+    new_key = _head_of(
+        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0.0,
+        0, D, False, False, HALF, INTERLEAVED,
+    ).to(key_base.dtype.element_ty)  # fmt: skip
+    value_ptr += head * value_head_stride + row * value_row_stride
+    new_value = tl.load(value_ptr + d).to(value_base.dtype.element_ty)
+    tl.store(last_keys + place * D + d, new_key)
+    tl.store(last_values + place * D + d, new_value)
     first = tl.maximum(position + 1 - window, 0) // P if WINDOWED else 0
     for block in range(first, position // P):
         at = tl.load(table_ptr + row * table_stride + block).to(tl.int64) * (K * P * D)
@@ -242,19 +255,12 @@ def ordered_attend_kernel(
         peak, mass, total = add_block(
             query, peak, mass, total, key, value, seen[None, :], ones, factor, WINDOWED, WINDOWED
         )
-    place, in_head = position % P, d < D
-    at = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64) * (K * P * D)
-    new = _head_of(
-        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0.0,
-        0, D, False, False, HALF, INTERLEAVED,
-    ).to(key_base.dtype.element_ty)  # fmt: skip
-    key = _with_new(key_base, at, new, 1, place, in_head, D, D, P)
+    key = _with_new(last_keys, new_key, 1, place, in_head, D, D, P)
     seen = j <= place
     if WINDOWED:
         seen &= position // P * P + j > position - window
     peak, prob, shrink = weights_of(query, peak, key, seen[None, :], factor, True, WINDOWED)
-    new = tl.load(value_ptr + head * value_head_stride + row * value_row_stride + d).to(value_base.dtype.element_ty)
-    value = _with_new(value_base, at, new, 0, place, in_head, D, D, P)
+    value = _with_new(last_values, new_value, 0, place, in_head, D, D, P)
     mass, total = add_values(mass, total, prob, shrink, value, ones)
     out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
     sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0) if SUNK else 0.0
