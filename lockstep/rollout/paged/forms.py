@@ -6,8 +6,8 @@ Legend: X features.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,32 +62,35 @@ class Form:
 def form_of(layer: Any) -> Form:
     """Return the modules of a layer. Raises CannotFuse for a norm or an activation that is not known."""
     attention, mlp = layer.self_attn, layer.mlp
-    joined = hasattr(attention, "qkv_proj")
-    inputs = (attention.qkv_proj,) if joined else (attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up: tuple[Any, ...] = ()
-    mixture = hasattr(mlp, "experts")
-    if not mixture:
-        gate_up = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
-    around = next((names for names in _AROUND if all(hasattr(layer, name) for name in names)), None)
-    after, mlp_norm, mlp_after = around or ("", "post_attention_layernorm", "")
-    norm, after_norm, mlp_norm_, mlp_after_norm = (
-        row_norm_of(getattr(layer, name)) if name else None for name in ("input_layernorm", after, mlp_norm, mlp_after)
+    inputs = (
+        (attention.qkv_proj,)
+        if hasattr(attention, "qkv_proj")
+        else (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    assert norm is not None
-    assert mlp_norm_ is not None
-    return Form(
-        inputs, attention.o_proj, gate_up, None if mixture else mlp.down_proj, mlp if mixture else None,
-        not mixture and _is_gelu(mlp), norm, after_norm, mlp_norm_, mlp_after_norm,
-    )  # fmt: skip
+    around = next((names for names in _AROUND if all(hasattr(layer, name) for name in names)), None)
+    after, mlp_norm, mlp_after = around or (None, "post_attention_layernorm", None)
+
+    def norm(name: str) -> RowNorm:
+        return row_norm_of(getattr(layer, name))
+
+    norms = (
+        norm("input_layernorm"),
+        norm(after) if after else None,
+        norm(mlp_norm),
+        norm(mlp_after) if mlp_after else None,
+    )
+    if hasattr(mlp, "experts"):
+        return Form(inputs, attention.o_proj, (), None, mlp, False, *norms)
+    gate_up = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    return Form(inputs, attention.o_proj, gate_up, mlp.down_proj, None, _is_gelu(mlp), *norms)
 
 
 def row_norm_of(module: nn.Module) -> RowNorm:
     """Return what a norm computes. Raises CannotFuse for one that is not known."""
-    kind, norm = norm_kind(module), module
+    kind, norm = norm_kind(module), cast(Any, module)
     if kind is None:
         raise CannotFuse(f"its norm is {type(module).__name__}")
-    weight: Any = norm.weight
-    return RowNorm(weight, float(getattr(module, kind.epsilon)), kind.offset, kind.late)
+    return RowNorm(norm.weight, float(getattr(module, kind.epsilon)), kind.offset, kind.late)
 
 
 def _is_gelu(mlp: Any) -> bool:
@@ -105,21 +108,16 @@ def turns_of(decoder: Any, layers: Iterable[Any], model_type: str, positions: in
     """Return what each layer does to its heads before attention. Raises CannotFuse for frequencies that depend on the length."""
     made: dict[str, Turn] = {}
     turns: list[Turn | None] = []
-    for layer in layers:
-        attention = layer.self_attn
-        kind = attention.layer_type if isinstance(decoder.rotary_emb.rope_type, dict) else ""
-        norms = (
-            tuple(row_norm_of(norm) for norm in (attention.q_norm, attention.k_norm))
-            if hasattr(attention, "q_norm")
-            else None
-        )
+    for attention in (layer.self_attn for layer in layers):
         if not getattr(attention, "use_rope", True):
             turns.append(None)
             continue
+        kind = attention.layer_type if isinstance(decoder.rotary_emb.rope_type, dict) else ""
         if kind not in made:
             made[kind] = _turn(decoder, model_type, positions, kind)
-        shared = made[kind]
-        turns.append(Turn(shared.cos, shared.sin, norms, shared.interleaved))  # type: ignore[arg-type]
+        normed = hasattr(attention, "q_norm")
+        norms = (row_norm_of(attention.q_norm), row_norm_of(attention.k_norm)) if normed else None
+        turns.append(replace(made[kind], norms=norms))
     return turns
 
 
