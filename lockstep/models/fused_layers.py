@@ -14,15 +14,14 @@ from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.models.known import reference, same
 from lockstep.models.one_input import ATTENTION, GATED, AttentionInputs, OneInput
 
 _MARK = "lockstep_fused_layers"
-_ROTARY = (("llama", "rotate_half", False), ("gpt_oss", "_apply_rotary_emb", True))
-"""A family, the function that its `apply_rotary_pos_emb` calls, and whether cos and sin are those of half a head."""
+_ROTARY = (("llama", "rotate_half"), ("gpt_oss", "_apply_rotary_emb"))
+"""Families whose rotary embedding the kernel computes, and the function that their `apply_rotary_pos_emb` calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,30 +185,22 @@ def _experts(module: nn.Module, kernels: Any) -> bool:
     return fused
 
 
-def _turns_halves(theirs: dict[str, Any]) -> bool | None:
-    """Return whether a file's rotary embedding takes cos and sin of half a head; None if it is not known."""
-    for family, inner, halves in _ROTARY:
-        if all(same(theirs.get(name), reference(family, name)) for name in ("apply_rotary_pos_emb", inner)):
-            return halves
-    return None
-
-
 def _rotary(module: nn.Module, kernels: Any) -> bool:
     """Give an attention module its class's own forward with another function of the name apply_rotary_pos_emb."""
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
     theirs = forward.__globals__
-    halves = _turns_halves(theirs) if "apply_rotary_pos_emb" in forward.__code__.co_names else None
-    if halves is None:
+    outer = "apply_rotary_pos_emb"
+    if outer not in forward.__code__.co_names or not any(
+        all(same(theirs.get(name), reference(family, name)) for name in (outer, inner)) for family, inner in _ROTARY
+    ):
         return False
 
     def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim != 1:
             plain: tuple[Tensor, Tensor] = theirs["apply_rotary_pos_emb"](q, k, cos, sin, unsqueeze_dim)
             return plain
-        if halves:
-            cos, sin = (torch.cat((half, half), -1) for half in (cos, sin))
         rotated: tuple[Tensor, Tensor] = kernels.Rotary.apply(q, k, cos, sin)
         return rotated
 

@@ -126,7 +126,9 @@ def _gate_grad_kernel(
 
 # --- rotary embeddings ----------------------------------------------------------------------------------------------
 class Rotary(torch.autograd.Function):
-    """x · cos + rotate_half(x) · sin of queries [B, N, T, D] and keys [B, K, T, D]; cos and sin [1 or B, T, D]."""
+    """x · cos + rotate_half(x) · sin of queries [B, N, T, D] and keys [B, K, T, D]; cos and sin [1 or B, T, D], or D / 2 of each
+    token where both halves have the same.
+    """
 
     @staticmethod
     def forward(
@@ -163,6 +165,7 @@ def _rotate(
         BLOCK=triton.next_power_of_2(heads),
         KEY_BLOCK=triton.next_power_of_2(key_heads),
         HALF_BLOCK=triton.next_power_of_2(size // 2),
+        ANGLES=cos_BTD.shape[-1],
         BACKWARD=backward,
         num_warps=4,
         enable_fp_fusion=False,  # products are rounded before they are added, as transformers' are
@@ -227,16 +230,17 @@ def _rotary_kernel(
     BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    ANGLES: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, HALF_BLOCK)[None, :]
     live = at < HALF
-    place = row * (HALF * 2) + at
+    place = row * ANGLES + at
     cos_left = tl.load(cos_ptr + place, mask=live, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos_ptr + place + HALF, mask=live, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos_ptr + place + ANGLES - HALF, mask=live, other=0.0).to(tl.float32)
     sin_left = tl.load(sin_ptr + place, mask=live, other=0.0).to(tl.float32)
-    sin_right = tl.load(sin_ptr + place + HALF, mask=live, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin_ptr + place + ANGLES - HALF, mask=live, other=0.0).to(tl.float32)
     angles = cos_left, cos_right, sin_left, sin_right
     _turn(query_ptr, out_query_ptr, row, query_stride, angles, HEADS, HALF, BLOCK, HALF_BLOCK, BACKWARD)
     _turn(key_ptr, out_key_ptr, row, key_stride, angles, KEY_HEADS, HALF, KEY_BLOCK, HALF_BLOCK, BACKWARD)

@@ -195,6 +195,10 @@ def many_rows() -> None:
     )
     assert turned[0].transpose(1, 2).is_contiguous(), "heads of a token end to end"
 
+    halves = cos[..., :6].contiguous(), sin[..., :6].contiguous()
+    whole = (torch.cat((half, half), -1) for half in halves)
+    assert all(map(torch.equal, rotary.apply(query, key, *halves), rotary.apply(query, key, *whole)))
+
 
 def all_of_it() -> None:
     every_family()

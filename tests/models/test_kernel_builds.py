@@ -152,11 +152,29 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gate, back": (layer_kernels._gate_grad_kernel, {"TANH": True, "BLOCK": 2048}),
     "rotary": (
         layer_kernels._rotary_kernel,
-        {"HEADS": 12, "KEY_HEADS": 2, "HALF": 64, "BLOCK": 16, "KEY_BLOCK": 2, "HALF_BLOCK": 64, "BACKWARD": False},
+        {
+            "HEADS": 12,
+            "KEY_HEADS": 2,
+            "HALF": 64,
+            "BLOCK": 16,
+            "KEY_BLOCK": 2,
+            "HALF_BLOCK": 64,
+            "ANGLES": 128,
+            "BACKWARD": False,
+        },
     ),
     "rotary, back": (
         layer_kernels._rotary_kernel,
-        {"HEADS": 12, "KEY_HEADS": 2, "HALF": 64, "BLOCK": 16, "KEY_BLOCK": 2, "HALF_BLOCK": 64, "BACKWARD": True},
+        {
+            "HEADS": 12,
+            "KEY_HEADS": 2,
+            "HALF": 64,
+            "BLOCK": 16,
+            "KEY_BLOCK": 2,
+            "HALF_BLOCK": 64,
+            "ANGLES": 64,
+            "BACKWARD": True,
+        },
     ),
     "merge": (merge_kernel._merge, {"HEADS": 16, "SIZE": 128}),
 }
