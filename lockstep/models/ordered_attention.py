@@ -31,14 +31,6 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def add_block(query, peak, mass, total, key, value, seen, ones, factor, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
     """Add one block of keys to a running softmax; `factor` is the scale of the scores for exponents to the base 2."""
-    peak, prob, shrink = weights_of(query, peak, key, seen, factor, MASKED, WINDOWED)
-    mass, total = add_values(mass, total, prob, shrink, value, ones)
-    return peak, mass, total
-
-
-@triton.jit
-def weights_of(query, peak, key, seen, factor, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
-    """Return the new largest score, the weights of a block of keys, and the factor of what was added before."""
     score = tl.dot(query, key)
     if MASKED:
         score = tl.where(seen, score, -float("inf"))
@@ -46,19 +38,14 @@ def weights_of(query, peak, key, seen, factor, MASKED: tl.constexpr, WINDOWED: t
     low = -(top * factor)
     if WINDOWED:
         low = tl.where(top == -float("inf"), 0.0, low)  # nothing was seen yet
-    prob = tl.exp2(tl.fma(score, factor, low[:, None])).to(key.dtype)
+    prob = tl.exp2(tl.fma(score, factor, low[:, None])).to(value.dtype)
     shrink = tl.exp2((peak - top) * factor)  # exactly 1 for a block of which nothing is seen
     if WINDOWED:
         shrink = tl.where(top == -float("inf"), 1.0, shrink)
-    return top, prob, shrink[:, None]
-
-
-@triton.jit
-def add_values(mass, total, prob, shrink, value, ones):
-    """Add a block of weighted values, and their weights."""
+    shrink = shrink[:, None]
     mass = tl.dot(prob, ones, mass * shrink)
     total = tl.dot(prob, value, total * shrink)
-    return mass, total
+    return top, mass, total
 
 
 @triton.jit

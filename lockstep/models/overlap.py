@@ -1,8 +1,9 @@
 """Overlap of a kernel's launch with the end of the kernel before it (programmatic dependent launch), on Hopper and later.
 
 A decode step is hundreds of short kernels; between two of them a GPU is idle for a microsecond or two. With the options
-`overlap()` a kernel is made ready while the one before it ends; it must begin with `await_input()`, which waits for all that was
-written before. A kernel that is launched without the options passes the wait at once.
+`overlap()` a kernel is made ready as soon as all programs of the one before it have begun, if that one calls `await_input()`,
+and else while it ends. It must begin with `await_input()`, which waits for all that was written before: for the kernel before,
+which has itself waited for those before it. A kernel that is launched without the options passes the wait at once.
 """
 
 # Triton has no types that mypy could check.
@@ -19,8 +20,9 @@ from lockstep.device import since_hopper
 
 @triton.jit
 def await_input():
-    """Wait until the kernels before have ended, and what they wrote can be read."""
+    """Let the next kernel be made ready; wait until those before have ended, and what they wrote can be read."""
     if cuda_capability_geq(9, 0):  # since_hopper, for the compiler
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 

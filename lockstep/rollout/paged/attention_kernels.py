@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from lockstep.models.norm_kernels import scaled
-from lockstep.models.ordered_attention import add_block, add_values, weight_of, weights_of
+from lockstep.models.ordered_attention import add_block, weight_of
 from lockstep.models.overlap import await_input
 
 
@@ -54,12 +54,25 @@ def _head_of(
 
 
 @triton.jit
-def _weights_of(
-    query, peak, mass, key, seen, scale, softcap, MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr
+def _store_new(key_place, value_place, new_key, value_ptr, d, mask):
+    """Store the new token's key and value where they are read from then on, by this program too."""
+    new_value = tl.load(value_ptr + d, mask=mask, other=0.0)
+    tl.store(key_place + d, new_key.to(key_place.dtype.element_ty), mask=mask)
+    tl.store(value_place + d, new_value.to(value_place.dtype.element_ty), mask=mask)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _add_block(
+    query, peak, mass, total, keys_at, values_at, index, first, keys, scale, softcap, in_head, MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the weights of one block of keys to a running softmax, whose exponents are to the base 2; return also the weights, and
-    the factor of what was added before.
-    """
+    """Add one block of keys to a running softmax, whose exponents are to the base 2."""
+    seen = (index < keys) & (index >= first)
+    if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
+        key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)
+    else:
+        key = tl.load(keys_at)
     score = tl.dot(query, key, input_precision=PRECISION)
     if CAPPED:
         score = softcap * (2 / (1 + tl.exp(-2 * score * scale / softcap)) - 1) * 1.4426950408889634
@@ -70,25 +83,13 @@ def _weights_of(
     top = tl.maximum(peak, tl.max(score, 1))
     prob = tl.exp2(score - top[:, None])
     shrink = tl.exp2(peak - top)
-    return top, mass * shrink + tl.sum(prob, 1), prob.to(key.dtype), shrink[:, None]
-
-
-@triton.jit
-def _with_new(
-    base, new, row_axis: tl.constexpr, place, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Load a block up to its new key or value, and return it with that: keys are its columns (row_axis 1), values its rows.
-
-    The new one is put in from registers: what a program has just written, it could not read safely.
-    """
-    d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    if row_axis == 1:
-        block = tl.load(base + j[None, :] * D + d[:, None], mask=(j < place)[None, :] & inside[:, None], other=0.0)
-        block = tl.where((j == place)[None, :], new[:, None], block)
+    mass = mass * shrink + tl.sum(prob, 1)
+    if MASKED or not WHOLE:  # noqa: SIM108
+        value = tl.load(values_at, mask=seen[:, None] & in_head[None, :], other=0.0)
     else:
-        block = tl.load(base + j[:, None] * D + d[None, :], mask=(j < place)[:, None] & inside[None, :], other=0.0)
-        block = tl.where((j == place)[:, None], new[None, :], block)
-    return block
+        value = tl.load(values_at)
+    total = total * shrink[:, None] + tl.dot(prob.to(value.dtype), value, input_precision=PRECISION)
+    return top, mass, total
 
 
 @triton.jit
@@ -128,40 +129,34 @@ def attend_kernel(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    last, place = position // BLOCK, position % BLOCK  # the new key's block, and its place there
-    owns = (start < pages) & (end == pages)
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
-    last_keys = key_base + page * (K * P * D) + (last * BLOCK % P) * D
-    last_values = value_base + page * (K * P * D) + (last * BLOCK % P) * D
+    new_at = page * (K * P * D) + (position % P) * D
     new_key = _head_of(
         key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_norm_ptr, cos_ptr, sin_ptr, position, eps,
         offset, 0, D, NORM, LATE, HALF, INTERLEAVED,
-    ).to(key_base.dtype.element_ty)  # fmt: skip
+    )  # fmt: skip
     value_ptr += head * value_head_stride + row * value_row_stride
-    new_value = tl.load(value_ptr + d, mask=in_head, other=0.0).to(value_base.dtype.element_ty)
-    tl.store(last_keys + place * D + d, new_key, mask=in_head & owns)
-    tl.store(last_values + place * D + d, new_value, mask=in_head & owns)
+    owns = (start < pages) & (end == pages)
+    _store_new(key_base + new_at, value_base + new_at, new_key, value_ptr, d, in_head & owns)
+    keys = position + 1
     # A fully masked block would have no largest score.
     first_block = tl.maximum(start * (P // BLOCK), first // BLOCK)
-    for block in range(first_block, tl.minimum(end * (P // BLOCK), last)):
+    blocks = tl.cdiv(tl.minimum(end * P, keys), BLOCK)
+    full = tl.minimum(blocks, keys // BLOCK)  # blocks that need no mask
+    for block in range(first_block, full):
         page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
         at = page * (K * P * D) + (block * BLOCK % P) * D
-        seen = block * BLOCK + j >= first
-        if WINDOWED or not WHOLE:
-            key = tl.load(key_base + at + key_at, mask=seen[None, :] & in_head[:, None], other=0.0)
-            value = tl.load(value_base + at + value_at, mask=seen[:, None] & in_head[None, :], other=0.0)
-        else:
-            key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
-        peak, mass, prob, shrink = _weights_of(
-            query, peak, mass, key, seen, scale, softcap, WINDOWED, CAPPED, PRECISION
-        )
-        total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
-    if owns:
-        key = _with_new(last_keys, new_key, 1, place, in_head, D, BLOCK_D, BLOCK)
-        seen = (j <= place) & (last * BLOCK + j >= first)
-        peak, mass, prob, shrink = _weights_of(query, peak, mass, key, seen, scale, softcap, True, CAPPED, PRECISION)
-        value = _with_new(last_values, new_value, 0, place, in_head, D, BLOCK_D, BLOCK)
-        total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
+        peak, mass, total = _add_block(
+            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
+            block * BLOCK + j, first, keys, scale, softcap, in_head, WINDOWED, CAPPED, WHOLE, PRECISION,
+        )  # fmt: skip
+    for block in range(tl.maximum(first_block, full), blocks):
+        page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
+        at = page * (K * P * D) + (block * BLOCK % P) * D
+        peak, mass, total = _add_block(
+            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
+            block * BLOCK + j, first, keys, scale, softcap, in_head, True, CAPPED, WHOLE, PRECISION,
+        )  # fmt: skip
     if SPLITS == 1:
         if SINKS:
             sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
@@ -236,32 +231,32 @@ def ordered_attend_kernel(
     mass = tl.zeros([ROWS, ONES], tl.float32)
     total = tl.zeros([ROWS, D], tl.float32)
     ones = tl.full([P, ONES], 1.0, out_ptr.dtype.element_ty)
-    place, in_head = position % P, d < D
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
-    last_keys, last_values = key_base + page * (K * P * D), value_base + page * (K * P * D)
+    new_at = page * (K * P * D) + (position % P) * D
     new_key = _head_of(
-        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0.0,
+        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, d < D, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0.0,
         0, D, False, False, HALF, INTERLEAVED,
-    ).to(key_base.dtype.element_ty)  # fmt: skip
+    )  # fmt: skip
     value_ptr += head * value_head_stride + row * value_row_stride
-    new_value = tl.load(value_ptr + d).to(value_base.dtype.element_ty)
-    tl.store(last_keys + place * D + d, new_key)
-    tl.store(last_values + place * D + d, new_value)
-    first = tl.maximum(position + 1 - window, 0) // P if WINDOWED else 0
-    for block in range(first, position // P):
+    _store_new(key_base + new_at, value_base + new_at, new_key, value_ptr, d, d < D)
+    keys = position + 1
+    full = keys // P
+    first = tl.maximum(keys - window, 0) // P if WINDOWED else 0
+    for block in range(first, full):
         at = tl.load(table_ptr + row * table_stride + block).to(tl.int64) * (K * P * D)
         key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
-        seen = block * P + j > position - window
+        seen = block * P + j >= keys - window
         peak, mass, total = add_block(
             query, peak, mass, total, key, value, seen[None, :], ones, factor, WINDOWED, WINDOWED
         )
-    key = _with_new(last_keys, new_key, 1, place, in_head, D, D, P)
-    seen = j <= place
-    if WINDOWED:
-        seen &= position // P * P + j > position - window
-    peak, prob, shrink = weights_of(query, peak, key, seen[None, :], factor, True, WINDOWED)
-    value = _with_new(last_values, new_value, 0, place, in_head, D, D, P)
-    mass, total = add_values(mass, total, prob, shrink, value, ones)
+    if full * P < keys:
+        at = tl.load(table_ptr + row * table_stride + full).to(tl.int64) * (K * P * D)
+        seen = full * P + j < keys
+        key = tl.load(key_base + at + key_at, mask=seen[None, :], other=0.0)
+        value = tl.load(value_base + at + value_at, mask=seen[:, None], other=0.0)
+        if WINDOWED:
+            seen &= full * P + j >= keys - window
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True, WINDOWED)
     out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
     sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0) if SUNK else 0.0
     weight = weight_of(peak, mass, sink, factor, SUNK)

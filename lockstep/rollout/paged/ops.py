@@ -22,12 +22,6 @@ KEYS = 32
 """
 
 
-REGISTERS, ORDERED_REGISTERS = {64: 168}, {64: 168, 128: 184}
-"""Most registers of a thread of the attention kernels, by head size: the last block alone would take more, and leave room for
-fewer programs.
-"""
-
-
 class Ops(Protocol):
     """The operations of a decode step, besides matrix products. Rows are the first ones of `rows`, as many as the input has.
 
@@ -166,7 +160,7 @@ class TritonOps:
             kind.window is not None, kind.softcap is not None, kind.sinks_H is not None, norms is not None, norm.late, half,
             interleaved,
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
-            num_warps=1 if block * group <= 2048 else 4, num_stages=2, maxnreg=REGISTERS.get(block, 255), **self._overlap(),
+            num_warps=1 if block * group <= 2048 else 4, num_stages=2, **self._overlap(),
         )  # fmt: skip
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
@@ -195,8 +189,7 @@ class TritonOps:
             kind.scale * self._ordered.LOG2_E, kind.window or 0, heads, cache.heads, size,
             max(MATRIX_ROWS, _power(heads // cache.heads)), PAGE, self._ordered.ONES, kind.window is not None,
             kind.sinks_H is not None, half, interleaved,
-            num_warps=4 if count * cache.heads < 512 else 2, num_stages=2, maxnreg=ORDERED_REGISTERS.get(size, 255),
-            enable_fp_fusion=False, **self._overlap(),
+            num_warps=4 if count * cache.heads < 512 else 2, num_stages=2, enable_fp_fusion=False, **self._overlap(),
         )  # fmt: skip
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
