@@ -26,6 +26,17 @@ def await_input():
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def fetch_ahead(at):
+    """Bring the lines of memory at these addresses into the L2 cache, without waiting for them.
+
+    It may stand before `await_input()`, for what no kernel before writes: weights are then on their way while those end.
+    """
+    if cuda_capability_geq(9, 0):
+        fetch: tl.constexpr = "prefetch.global.L2 [$1];\nmov.b32 $0, 0;"
+        tl.inline_asm_elementwise(fetch, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
 def overlap() -> dict[str, bool]:
     """Return the options of a launch that may overlap with the end of the kernel before it; none where that is not possible."""
     return {"launch_pdl": True} if since_hopper() else {}
