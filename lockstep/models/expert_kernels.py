@@ -24,7 +24,7 @@ from lockstep.models.activation_kernels import Activation, activated
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
-from lockstep.models.overlap import await_input, fetch_ahead, overlap
+from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, block_of, blocks
 
 
@@ -50,12 +50,6 @@ def product_tile(each: float) -> Tile:
     return Tile(128, 256, 64, 8, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
 
 
-FIRST: tl.constexpr = tl.constexpr(256)
-"""Programs that begin at once on a large GPU."""
-LINES: tl.constexpr = tl.constexpr(512)
-"""Lines of memory, of 128 bytes, that each of them fetches ahead: 64 KB; those of all are a third of the L2 cache."""
-
-
 def _half(rows: int) -> int:
     """Return the rows of a block that has few; tensor cores take 64 at a time."""
     return 64 if rows == 128 else rows
@@ -66,20 +60,6 @@ def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile
     """Return the tile with as many stages as fit into shared memory, for `columns` of weights and numbers of this many bytes."""
     stage = (tile.rows + columns) * tile.depth * number
     return replace(tile, stages=max(1, min(tile.stages, 1 + shared_memory(device) // stage)))
-
-
-@triton.jit
-def _fetch_weights(
-    weight_ptr, first, outputs, inputs, experts, by_expert, by_output, by_input, COLUMNS: tl.constexpr, LINES: tl.constexpr
-):  # fmt: skip
-    """Fetch the first inputs of the columns of the expert that a program will probably have, if it is one of the first."""
-    if tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) < FIRST:
-        expert = (tl.program_id(1) * experts // tl.num_programs(1)).to(tl.int64)
-        line = tl.arange(0, LINES)
-        step = tl.where(by_output == 1, 64, 1)  # outputs of a line; the other numbers of 128 bytes are inputs
-        output = tl.minimum(first + line % (COLUMNS // step) * step, outputs - 1).to(tl.int64)
-        depth = tl.minimum(line // (COLUMNS // step) * (64 // step), inputs - 1).to(tl.int64)
-        fetch_ahead(weight_ptr + expert * by_expert + output * by_output + depth * by_input)
 
 
 @triton.jit
@@ -142,14 +122,6 @@ def _gate_up_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows; of HALF a block if it has no more."""
-    start, both = tl.program_id(0) * COLUMNS, 2 * inner
-    if PAIRED:
-        _fetch_weights(weight_ptr, 2 * start, both, hidden, experts, by_expert, by_output, by_input, 2 * COLUMNS, LINES)
-    else:
-        _fetch_weights(weight_ptr, start, inner, hidden, experts, by_expert, by_output, by_input, COLUMNS, LINES // 2)
-        _fetch_weights(
-            weight_ptr, inner + start, both, hidden, experts, by_expert, by_output, by_input, COLUMNS, LINES // 2
-        )
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
@@ -201,8 +173,6 @@ def _product_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix; of HALF a block if it has no more."""
-    start = tl.program_id(0) * COLUMNS
-    _fetch_weights(weight_ptr, start, outputs, inputs, experts, by_expert, by_output, by_input, COLUMNS, LINES)
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:

@@ -297,12 +297,12 @@ class PagedEngine:
         self.processed += steps * len(self._active)
         for _ in range(steps):
             with self._computation.running():
+                if not cut:
+                    self._step.sample(count)
+                    continue
                 logits_BV = self._step.forward(count)
-            if cut:
-                draw_cut(self._active, logits_BV, rows)
-                self._ops.advance(rows, count, self._stops_X)
-            else:
-                self._step.draw(count)
+            draw_cut(self._active, logits_BV, rows)
+            self._ops.advance(rows, count, self._stops_X)
         self._collect()
 
     def _collect(self) -> None:
@@ -311,9 +311,7 @@ class PagedEngine:
         done, drawn = torch.stack([rows.done_B[:count].int(), rows.drawn_B[:count]]).tolist()
         for sequence, number in zip(self._active, drawn, strict=True):
             sequence.drawn = number
-        ended = [row for row in range(count) if done[row]]
-        texts = [row for row in range(count) if self._active[row].request.sampling.stop]
-        read = sorted({*ended, *texts})
+        read = [row for row, one in enumerate(self._active) if done[row] or one.request.sampling.stop]
         finished = []
         for row, row_ids, row_logprobs in self._read(read):
             sequence = self._active[row]

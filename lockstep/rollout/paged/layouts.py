@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,8 +95,8 @@ class PagedDecode:
 
 def _places(spans: Sequence[tuple[Sequence[int], range]], device: torch.device) -> Tensor:
     """Return page × PAGE + offset of tokens, span by span."""
-    places = [
-        torch.tensor(pages, dtype=torch.int64)[torch.tensor(tokens) // PAGE] * PAGE + torch.tensor(tokens) % PAGE
-        for pages, tokens in spans
-    ]
-    return torch.cat(places).to(device)
+    places = []
+    for pages, span in spans:
+        token_T = np.arange(span.start, span.stop)
+        places.append(np.asarray(pages, dtype=np.int64)[token_T // PAGE] * PAGE + token_T % PAGE)
+    return torch.from_numpy(np.concatenate(places)).to(device)

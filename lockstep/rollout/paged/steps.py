@@ -30,9 +30,7 @@ ROWS_STEP = 32
 
 
 class DecodeStep:
-    """The step in two parts: `forward` computes logits for the rows, `draw` turns them into tokens. Both change `rows` in
-    place.
-    """
+    """A step of some rows: `forward` computes their logits, `sample` also draws from them. Both change `rows` in place."""
 
     def __init__(self, decoder: Any, fused: FusedDecoder | None, head: Head, cache: PageCache, ops: Ops) -> None:
         self._decoder, self._fused, self._head, self._cache, self._ops = decoder, fused, head, cache, ops
@@ -65,9 +63,9 @@ class DecodeStep:
         return self.logits_BV[:count]
 
     @torch.no_grad()
-    def draw(self, count: int) -> None:
-        """Draw from the logits of the last `forward`, and store the tokens."""
-        self._run("draw", count, self._draw)
+    def sample(self, count: int) -> None:
+        """Feed the next token of the first `count` rows; draw the token after it, and store it."""
+        self._run("sample", count, self._sample)
 
     def _forward(self, count: int) -> None:
         splits = self._splits(count)
@@ -83,7 +81,8 @@ class DecodeStep:
             ).last_hidden_state[0]
         write_logits(self._head, hidden_BX, self.logits_BV[:count])
 
-    def _draw(self, count: int) -> None:
+    def _sample(self, count: int) -> None:
+        self._forward(count)
         self._ops.draw(self.logits_BV[:count], self._rows)
         self._ops.advance(self._rows, count, self._stops_X)
 
