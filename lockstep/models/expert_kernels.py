@@ -35,7 +35,7 @@ def gate_up_tile(each: float) -> Tile:
     if each <= 24:
         return Tile(32, 64, 128, 4, 3)
     if each <= 40:
-        return Tile(64, 64, 64, 8, 4)
+        return Tile(64, 64, 64, 4, 3)
     return Tile(128, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
 
 

@@ -174,13 +174,12 @@ class TritonOps:
     ) -> None:  # fmt: skip
         """Compute it with the bits of models.ordered_attention."""
         heads, count, size = query_HBD.shape
-        if (
-            turn is not None and turn.norms is not None
-        ):  # their sums have training's order only in a kernel like training's
-            rows_BX = query_HBD.transpose(0, 1)  # whose keys stand behind the queries
+        if turn is not None and turn.norms is not None:
+            # Their sums have training's order only in a kernel like training's. A row's keys stand behind its queries.
+            both_BX = query_HBD.as_strided((count, (heads + cache.heads) * size), (query_HBD.stride(1), 1))
             query_norm, key_norm = turn.norms
             given = query_norm.weight_X, key_norm.weight_X, query_norm.eps
-            self._norms.norm_heads(rows_BX, *given, heads, cache.heads)
+            self._norms.norm_heads(both_BX, *given, heads, cache.heads)
         cos, sin, half, interleaved = _tables(turn, query_HBD)
         self._attention.ordered_attend_kernel[(count, cache.heads)](
             query_HBD, key_KBD, value_KBD, cos, sin, rows.table_BS, rows.position_B, cache.anchor, cache.offsets,

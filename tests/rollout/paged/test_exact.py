@@ -212,10 +212,9 @@ def rope_by_torch(ops: Any, query: Any, key: Any, value: Any, rows: Any, *rest: 
 
 def heads_by_torch(x: Any, query_norm: Any, key_norm: Any, eps: float, heads: int, kv_heads: int) -> None:
     """Round once less."""
-    parts = x.view(len(x), -1, len(query_norm)).split(
-        [heads, kv_heads, x.shape[1] // len(query_norm) - heads - kv_heads], 1
-    )
-    for part, weight in zip(parts[:2], (query_norm, key_norm), strict=True):
+    both = x.view(len(x), -1, len(query_norm))
+    parts = both[:, :heads], both[:, heads : heads + kv_heads]
+    for part, weight in zip(parts, (query_norm, key_norm), strict=True):
         part.copy_(torch.nn.functional.rms_norm(part.float(), weight.shape, weight.float(), eps))
 
 
