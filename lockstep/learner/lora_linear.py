@@ -36,7 +36,7 @@ class LoraLinear(Linear):
         used = operands(parts.base, x)
         used_x, weight = (x, parts.base.weight) if used is None else used
         if x.is_cuda and used is None and (weight.shape[0] > weight.shape[1] or exact.enabled()):
-            found = _wide([parts], x)
+            found = _wide([parts], x, getattr(x, "free_columns", 0))
             if found is not None:
                 return found[0]
         flat_TI = x.reshape(-1, x.shape[-1])
@@ -146,8 +146,11 @@ def beside(weights: Sequence[Tensor], ups: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((row, columns), (stride, 1))
 
 
-def _wide(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...] | None:
-    """Return the outputs of layers with one input and one scaling; None if their memory is not as `beside` needs it."""
+def _wide(parts: Sequence[_Parts], x: Tensor, free: int = 0) -> tuple[Tensor, ...] | None:
+    """Return the outputs of layers with one input and one scaling; None if their memory is not as `beside` needs it.
+
+    `free` columns in memory after each row of x may be overwritten.
+    """
     downs, ups = [one.a for one in parts], [one.b for one in parts]
     wide_OY = beside([one.base.weight for one in parts], ups)
     down_RI = adjacent(downs)
@@ -156,7 +159,8 @@ def _wide(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...] | None:
         return None
     sizes = tuple(up.shape[0] for up in ups), tuple(up.shape[1] for up in ups)
     function: Any = WideLora
-    found = function.apply(x.reshape(-1, x.shape[-1]), wide_OY, bias_O, down_RI, parts[0].scaling, *sizes, *downs, *ups)
+    x_TI, scaling = x.reshape(-1, x.shape[-1]), parts[0].scaling
+    found = function.apply(x_TI, free, wide_OY, bias_O, down_RI, scaling, *sizes, *downs, *ups)
     return tuple(one.view(*x.shape[:-1], -1) for one in found)
 
 
@@ -170,6 +174,7 @@ class WideLora(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TI: Tensor,
+        free: int,
         wide_OY: Tensor,
         bias_O: Tensor | None,
         down_RI: Tensor,
@@ -180,13 +185,19 @@ class WideLora(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return the output of each layer. `adapters`: the matrices that gradients go to, all A and then all B."""
         (tokens, inputs), (rank, columns) = x_TI.shape, (down_RI.shape[0], wide_OY.shape[1])
+        gap = columns - rank - inputs  # the weights there may be any finite numbers; zeros add nothing
+        wide_TY = None
         if exact.enabled():
-            down_TR = x_TI.new_empty(tokens, rank)
+            if free >= rank and not gap:  # by .data: a write behind the rows of x is none to x
+                wide_TY = x_TI.data.as_strided((tokens, columns), x_TI.stride())
+            down_TR = x_TI.new_empty(tokens, rank) if wide_TY is None else wide_TY[:, inputs:]
             exact.adapter_into(down_TR, x_TI, down_RI, scaling)
         else:
             down_TR = torch.addmm(x_TI.new_empty(()), x_TI, down_RI.T, beta=0, alpha=scaling)
-        gap = columns - rank - inputs  # the weights there may be any finite numbers; zeros add nothing
-        wide_TY = torch.cat([x_TI, *([x_TI.new_zeros(tokens, gap)] if gap else []), down_TR], 1)
+        if wide_TY is None:
+            wide_TY = torch.cat([x_TI, *([x_TI.new_zeros(tokens, gap)] if gap else []), down_TR], 1)
+            if len(outputs) == 1 and not gap:
+                exact.ask_for_room(rank)
         ctx.save_for_backward(x_TI, wide_OY, down_RI, down_TR)
         ctx.scaling, ctx.outputs, ctx.ranks = scaling, outputs, ranks
         linear = exact.linear if exact.enabled() else torch.nn.functional.linear
@@ -210,4 +221,4 @@ class WideLora(torch.autograd.Function):
         downs = (grad_down_TR.T @ x_TI).split(ctx.ranks)
         parts = zip(grad_TO.split(ctx.outputs, 1), down_TR.split(ctx.ranks, 1), strict=True)
         ups = [grad_To.T @ down_Tr for grad_To, down_Tr in parts]
-        return grad_x_TI, None, None, None, None, None, None, *downs, *ups
+        return grad_x_TI, *[None] * 7, *downs, *ups

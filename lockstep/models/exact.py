@@ -32,6 +32,8 @@ LONG = 4096
 """Inputs from which an adapter's first product is summed in parts."""
 OUTPUTS, MOST_TRIALS = 2**14, 64
 """Fewest outputs that a test compares, and most trials: another order changes about one rounded output in a hundred."""
+ALIGNED = 64
+"""Columns behind a row are a multiple of this many."""
 COLUMNS = 8192
 """Outputs that a test computes at once."""
 MANY, WIDE = 128, 512
@@ -47,6 +49,7 @@ class _State:
     repeatable: bool = False
     ways: dict[tuple[Any, ...], Way] = field(default_factory=dict)
     """By shape: the first one that keeps the order."""
+    room: int = 0
 
 
 _state = _State()
@@ -136,6 +139,18 @@ def adapter_into(out_MR: Tensor, x_MK: Tensor, down_RK: Tensor, scaling: float) 
     from lockstep.models.ordered_product_kernel import narrow_product, narrow_tile
 
     narrow_product(x_MK, down_RK, scaling, out_MR, narrow_tile(x_MK.shape[0]))
+
+
+def ask_for_room(columns: int) -> None:
+    """Have gated activations leave so many columns free behind each row from now on: an adapter's first product is written there,
+    where a copy of the activation would have to be made beside it.
+    """
+    _state.room = max(_state.room, -(-columns // ALIGNED) * ALIGNED)
+
+
+def room() -> int:
+    """Return the number of columns to leave free; none while exactness is off."""
+    return _state.room if _state.on else 0
 
 
 def order_products(model: nn.Module) -> None:

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models import exact
+
 FLAT = 1024
 """Entries of a row that one program of a gated activation computes."""
 
@@ -49,11 +51,15 @@ class GeluGate(torch.autograd.Function):
 
 def _gate(ctx: Any, gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
     gate_RH, up_RH = _rows(gate), _rows(up)
-    out_RH = torch.empty_like(gate_RH, memory_format=torch.contiguous_format)
-    strides = gate_RH.stride(0), up_RH.stride(0)
-    _gate_kernel[_grid(gate_RH)](gate_RH, up_RH, out_RH, *strides, gate_RH.shape[1], TANH=tanh, BLOCK=FLAT, num_warps=4)
+    (rows, size), room = gate_RH.shape, exact.room()
+    out_RH = gate_RH.new_empty(rows, size + room)[:, :size]
+    strides = gate_RH.stride(0), up_RH.stride(0), size + room
+    _gate_kernel[_grid(gate_RH)](gate_RH, up_RH, out_RH, *strides, size, TANH=tanh, BLOCK=FLAT, num_warps=4)
     ctx.save_for_backward(gate_RH, up_RH)
-    return out_RH.view(gate.shape)
+    out: Any = out_RH.view(gate.shape)
+    out.free_columns = room
+    result: Tensor = out
+    return result
 
 
 def _gate_grads(ctx: Any, grad: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
@@ -97,7 +103,7 @@ def activation(x, TANH: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(
-    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, size, TANH: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, out_stride, size, TANH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -105,7 +111,7 @@ def _gate_kernel(
     up = tl.load(up_ptr + row * up_stride + at, mask=live, other=0.0).to(tl.float32)
     value, _ = activation(gate.to(tl.float32), TANH)
     rounded = value.to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + at, (rounded * up).to(gate.dtype), mask=live)
+    tl.store(out_ptr + row * out_stride + at, (rounded * up).to(gate.dtype), mask=live)
 
 
 @triton.jit
