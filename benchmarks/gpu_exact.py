@@ -310,13 +310,15 @@ def main() -> None:
     if args.arm:
         Path(args.arm_out).write_text(json.dumps(measure(args)))
         return
-    results = {arm: run_arm(arm, args) for arm in args.arms}
-    where = next((result["device"] for result in results.values() if "device" in result), "no device")
-    lines = [*header(__file__, where, PACKAGES), "", *table(results, args.work)]
-    Path(args.out).write_text(json.dumps(results, indent=1))
+    results: dict[str, Any] = {}
+    for arm in args.arms:
+        results[arm] = run_arm(arm, args)
+        where = next((result["device"] for result in results.values() if "device" in result), "no device")
+        lines = [*header(__file__, where, PACKAGES), "", *table(results, args.work)]
+        Path(args.out).write_text(json.dumps(results, indent=1))
+        if args.write:  # after each arm, in case that the next takes too long
+            write_section(args.write, args.shape + (f", {args.layers} layers" if args.layers else ""), lines)
     print("\n".join(lines))
-    if args.write:
-        write_section(args.write, args.shape + (f", {args.layers} layers" if args.layers else ""), lines)
 
 
 if __name__ == "__main__":
