@@ -49,13 +49,13 @@ class RowNorm:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is done to query and key heads before attention: their norms, if they have any, and the rotary embedding."""
+    """Norms and rotary embedding of query and key heads before attention."""
 
     cos: Tensor
     """fp32 of every position, [positions, half of the entries that are rotated]; the rest of a head is left as it is."""
     sin: Tensor
     norms: tuple[RowNorm, RowNorm] | None = None
-    """Those of queries and keys."""
+    """Those of queries and keys, if they have any."""
     interleaved: bool = False
     """Neighbours are rotated together; else an entry of the first half with one of the second."""
 

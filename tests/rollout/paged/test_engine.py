@@ -275,8 +275,8 @@ def test_half_read_completions_can_be_taken_up_again(kind: type):
 def test_all_rows_are_filled_at_once_and_no_step_is_wasted(monkeypatch: pytest.MonkeyPatch):
     engine = paged_over(twin(plain("llama")), slots=16)
     steps = []
-    forward = engine._step.forward
-    monkeypatch.setattr(engine._step, "forward", lambda count: steps.append(count) or forward(count))
+    sample = engine._step.sample
+    monkeypatch.setattr(engine._step, "sample", lambda count: steps.append(count) or sample(count))
     asked = [
         request(f"{p}/{i}", tokens(9, p), Sampling(30, ignore_eos=True), group=str(p))
         for p in range(4)
