@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.learner.lora_linear import LoraLinear, WideLora, _FusedLora, beside
+from lockstep.models import exact
 from lockstep.rollout.paged.joined import side_by_side as lay
 from tests.learner.models import plain, twin
 from tests.learner.test_numerics import with_adapter
@@ -35,13 +36,13 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def apply_wide(
-    x: Tensor, wide: Tensor | None, bias: Tensor | None, *adapters: Tensor, ranks: tuple[int, ...] = (RANK,)
-) -> Any:
+    x: Tensor, wide: Tensor | None, bias: Tensor | None, *adapters: Tensor, ranks: tuple[int, ...] = (RANK,), free: int = 0
+) -> Any:  # fmt: skip
     """The wide pass: `adapters` are all down and then all up matrices; returns one output, or a tuple of several."""
     assert wide is not None
     downs, ups = adapters[: len(ranks)], adapters[len(ranks) :]
     sizes = tuple(up.shape[0] for up in ups)
-    found: Any = WideLora.apply(x, wide, bias, torch.cat(downs).detach(), SCALING, sizes, ranks, *adapters)  # type: ignore[no-untyped-call]
+    found: Any = WideLora.apply(x, free, wide, bias, torch.cat(downs).detach(), SCALING, sizes, ranks, *adapters)  # type: ignore[no-untyped-call]
     return found[0] if len(found) == 1 else found
 
 
@@ -61,8 +62,33 @@ def test_output_and_gradients_are_those_of_the_formula(kind: str, biased: bool, 
         found = _FusedLora.apply(x, x, weight, used, down, up, SCALING)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected, (x, down, up), mix)
-    for gradient, exact in zip(torch.autograd.grad(found, (x, down, up), mix), wanted, strict=True):
-        torch.testing.assert_close(gradient, exact)
+    for gradient, right in zip(torch.autograd.grad(found, (x, down, up), mix), wanted, strict=True):
+        torch.testing.assert_close(gradient, right)
+
+
+def test_an_adapters_product_goes_into_free_columns_behind_the_input(monkeypatch: pytest.MonkeyPatch):
+    def into(out: Tensor, x: Tensor, down: Tensor, scaling: float) -> None:
+        out.copy_(scaling * (x @ down.T))
+
+    for name, stand_in in (("enabled", lambda: True), ("adapter_into", into), ("linear", torch.nn.functional.linear)):
+        monkeypatch.setattr(exact, name, stand_in)  # the real ones need a GPU
+    monkeypatch.setattr(exact._state, "room", 0)
+    weight, up = side_by_side(0)
+    x, down, bias, mix = inputs()
+    behind = torch.full((TOKENS, INPUTS + exact.ALIGNED), torch.nan, dtype=DOUBLE)
+    roomy = behind[:, :INPUTS]
+    roomy.copy_(x.detach())
+    roomy.requires_grad_()
+    results = []
+    for one, free in ((x, 0), (roomy, RANK - 1), (roomy, RANK)):
+        found: Any = apply_wide(one, beside([weight], [up]), bias, down, up, free=free)
+        results.append((found, *torch.autograd.grad(found, (one, down, up), mix)))
+        assert behind[:, INPUTS:].isnan().all() == (free < RANK)
+    for other in results[1:]:
+        for mine, theirs in zip(results[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert torch.equal(roomy, x)
+    assert exact._state.room == exact.ALIGNED  # asked for when there was none
 
 
 @pytest.mark.parametrize("gap", [0, 3])
@@ -74,8 +100,8 @@ def test_a_layer_with_fewer_outputs_than_inputs(gap: int):
     expected = x @ weight.T + SCALING * (x @ down.T) @ up.T
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected, (x, down, up), mix[:, :5])
-    for gradient, exact in zip(torch.autograd.grad(found, (x, down, up), mix[:, :5]), wanted, strict=True):
-        torch.testing.assert_close(gradient, exact)
+    for gradient, right in zip(torch.autograd.grad(found, (x, down, up), mix[:, :5]), wanted, strict=True):
+        torch.testing.assert_close(gradient, right)
 
 
 @pytest.mark.parametrize("outputs", [OUTPUTS, 5])
@@ -86,8 +112,8 @@ def test_an_input_that_needs_no_gradient_gets_none(outputs: int):
     wide = beside([weight], [up])
     found: Any = apply_wide(x.detach(), wide, None, down, up)  # type: ignore[no-untyped-call]
     wanted = torch.autograd.grad(x @ weight.T + SCALING * (x @ down.T) @ up.T, (down, up), mix)
-    for gradient, exact in zip(torch.autograd.grad(found, (down, up), mix), wanted, strict=True):
-        torch.testing.assert_close(gradient, exact)
+    for gradient, right in zip(torch.autograd.grad(found, (down, up), mix), wanted, strict=True):
+        torch.testing.assert_close(gradient, right)
 
 
 @pytest.mark.parametrize("biased", [True, False])
