@@ -142,7 +142,7 @@ def adapter_into(out_MR: Tensor, x_MK: Tensor, down_RK: Tensor, scaling: float) 
 
 
 def ask_for_room(columns: int) -> None:
-    """Have gated activations leave so many columns free behind each row from now on: an adapter's first product is written there,
+    """Have gated activations leave this many columns free behind each row from now on: an adapter's first product is written there,
     where a copy of the activation would have to be made beside it.
     """
     _state.room = max(_state.room, -(-columns // ALIGNED) * ALIGNED)
