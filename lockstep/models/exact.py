@@ -142,8 +142,9 @@ def adapter_into(out_MR: Tensor, x_MK: Tensor, down_RK: Tensor, scaling: float) 
 
 
 def ask_for_room(columns: int) -> None:
-    """Have gated activations leave this many columns free behind each row from now on: an adapter's first product is written there,
-    where a copy of the activation would have to be made beside it.
+    """Have gated activations leave this many columns free behind each row from now on, rounded up.
+
+    An adapter's first product is written there; else the activation would have to be copied beside it.
     """
     _state.room = max(_state.room, -(-columns // ALIGNED) * ALIGNED)
 
