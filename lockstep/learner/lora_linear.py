@@ -36,7 +36,7 @@ class LoraLinear(Linear):
         used = operands(parts.base, x)
         used_x, weight = (x, parts.base.weight) if used is None else used
         if x.is_cuda and used is None and (weight.shape[0] > weight.shape[1] or exact.enabled()):
-            found = _wide([parts], x, getattr(x, "free_columns", 0))
+            found = _wide([parts], x)
             if found is not None:
                 return found[0]
         flat_TI = x.reshape(-1, x.shape[-1])
@@ -146,11 +146,12 @@ def beside(weights: Sequence[Tensor], ups: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((row, columns), (stride, 1))
 
 
-def _wide(parts: Sequence[_Parts], x: Tensor, free: int = 0) -> tuple[Tensor, ...] | None:
+def _wide(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...] | None:
     """Return the outputs of layers with one input and one scaling; None if their memory is not as `beside` needs it.
 
-    `free` columns in memory after each row of x may be overwritten.
+    Free columns behind the rows of x (`exact.room`) are used by the first call only: the backward pass reads them.
     """
+    free = int(x.__dict__.pop("free_columns", 0))
     downs, ups = [one.a for one in parts], [one.b for one in parts]
     wide_OY = beside([one.base.weight for one in parts], ups)
     down_RI = adjacent(downs)

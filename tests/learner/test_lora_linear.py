@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.learner import lora_linear
 from lockstep.learner.lora_linear import LoraLinear, WideLora, _FusedLora, beside
 from lockstep.models import exact
 from lockstep.rollout.paged.joined import side_by_side as lay
@@ -66,10 +67,12 @@ def test_output_and_gradients_are_those_of_the_formula(kind: str, biased: bool, 
         torch.testing.assert_close(gradient, right)
 
 
-def test_an_adapters_product_goes_into_free_columns_behind_the_input(monkeypatch: pytest.MonkeyPatch):
-    def into(out: Tensor, x: Tensor, down: Tensor, scaling: float) -> None:
-        out.copy_(scaling * (x @ down.T))
+def into(out: Tensor, x: Tensor, down: Tensor, scaling: float) -> None:
+    """exact.adapter_into, which needs a GPU."""
+    out.copy_(scaling * (x @ down.T))
 
+
+def test_an_adapters_product_goes_into_free_columns_behind_the_input(monkeypatch: pytest.MonkeyPatch):
     for name, stand_in in (("enabled", lambda: True), ("adapter_into", into), ("linear", torch.nn.functional.linear)):
         monkeypatch.setattr(exact, name, stand_in)  # the real ones need a GPU
     monkeypatch.setattr(exact._state, "room", 0)
@@ -89,6 +92,31 @@ def test_an_adapters_product_goes_into_free_columns_behind_the_input(monkeypatch
             torch.testing.assert_close(mine, theirs)
     assert torch.equal(roomy, x)
     assert exact._state.room == exact.ALIGNED  # asked for when there was none
+
+
+def test_free_columns_serve_one_layer(monkeypatch: pytest.MonkeyPatch):
+    """A second layer that reads the same input must not overwrite what the first one's backward pass reads."""
+    for name, stand_in in (("enabled", lambda: True), ("adapter_into", into), ("linear", torch.nn.functional.linear)):
+        monkeypatch.setattr(exact, name, stand_in)
+    x, *_ = inputs()
+    outputs, expected, adapters = [], [], []
+    roomy = torch.zeros(TOKENS, INPUTS + RANK, dtype=DOUBLE)[:, :INPUTS]
+    roomy.copy_(x.detach())
+    roomy.free_columns = RANK  # type: ignore[attr-defined]
+    for _ in range(2):
+        weight, up = side_by_side(0)
+        down = torch.randn(RANK, INPUTS, dtype=DOUBLE, requires_grad=True)
+        base = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+        base.weight = torch.nn.Parameter(weight, requires_grad=False)
+        found = lora_linear._wide([lora_linear._Parts(base, down, up, SCALING)], roomy)
+        assert found is not None
+        outputs.append(found[0])
+        expected.append(x @ weight.T + SCALING * (x @ down.T) @ up.T)
+        adapters += [down, up]
+    mine = torch.autograd.grad(sum(one.sum() for one in outputs), adapters)  # type: ignore[arg-type]
+    right = torch.autograd.grad(sum(one.sum() for one in expected), adapters)  # type: ignore[arg-type]
+    for gradient, wanted in zip(mine, right, strict=True):
+        torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize("gap", [0, 3])
