@@ -164,8 +164,10 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     engine = PagedEngine(model, slots=512, stop_ids=frozenset({2}), decode=str)
     engine.load(iter(()), 0)
 
+    work = {number: work_of(number, cpu=args.cpu) for number in (*range(args.runs + 1), 99)}
+
     def rollout(number: int) -> tuple[int, list[Any]]:
-        prompts, samples, reply = work_of(number, cpu=args.cpu)
+        prompts, samples, reply = work[number]
         sampling = Sampling(reply, ignore_eos=True)
         engine.submit(
             [
@@ -237,8 +239,10 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )
 
+    work = [work_of(number, cpu=False) for number in range(args.runs + 1)]
+
     def rollout(number: int) -> int:
-        prompts, samples, reply = work_of(number, cpu=False)
+        prompts, samples, reply = work[number]
         asked = SamplingParams(
             temperature=1.0, max_tokens=reply, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True
         )
