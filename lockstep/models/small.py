@@ -61,6 +61,7 @@ def random_model(kind: type[nn.Module], config: Any, attention: str) -> nn.Modul
         if count > MOST:
             raise ValueError(f"the small copy has {count:,} parameters")
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # some families draw a part of their vectors themselves
             model: nn.Module = made._from_config(
                 copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
             ).eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -77,6 +78,22 @@ def raw(endpoint: Endpoint, data: bytes) -> bytes:
         except ConnectionResetError:
             pass
         return found
+
+
+class Held:
+    """Holds an engine between two steps: a test sees what was sent before the reply is done."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.go, self.steps = threading.Event(), 0
+        between = thread._between
+
+        def held() -> None:
+            self.steps += 1
+            if self.steps > 6 and not thread._closed:
+                self.go.wait(20)
+            between()
+
+        thread._between = held  # type: ignore[method-assign]
 
 
 class Scripted:

@@ -15,10 +15,11 @@ import pytest
 
 from lockstep.loopback import HOST, LoopbackServer
 from lockstep.serve.endpoint import CHAT, GENERATE, MESSAGES, MOST_BYTES, Endpoint
+from lockstep.serve.thread import EngineThread
 from lockstep.types import Request, Sampling
 from tests.envs.played import chat_of, engine_of
 from tests.rollout.engines import finish
-from tests.serve.served import KEY, MODEL, TOKEN, Scripted, idle, post, raw, served, until
+from tests.serve.served import KEY, MODEL, TOKEN, Held, Scripted, idle, post, raw, served, until
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is 4 + 3?"}], "max_tokens": 5}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -367,15 +368,19 @@ def test_a_withdrawn_token_ends_its_requests(endpoint: Endpoint):
 
 def test_too_many_requests_are_told_to_come_back(tiny_model_dir: Path):
     with served(tiny_model_dir, running=1, waiting=1) as endpoint:
+        sampler = endpoint.sampler
+        assert isinstance(sampler, EngineThread)
+        held = Held(sampler)
         connections = [http.client.HTTPConnection(HOST, endpoint.server_port, timeout=30) for _ in range(2)]
-        for i, connection in enumerate(connections):
+        for connection, where in zip(connections, ("running", "waiting"), strict=True):
             connection.request("POST", CHAT, json.dumps(LONG), {"x-api-key": TOKEN})
-            until(lambda i=i: endpoint.sampler.counts()["open"] == i + 1)  # type: ignore[attr-defined, misc]
+            until(lambda where=where: sampler.counts()[where] == 1)  # type: ignore[misc]
         for path in (CHAT, MESSAGES):
             status, answer, headers = post(endpoint, path, ASK)
             assert (status, headers["Retry-After"]) == (429, "1")
             shaped(path, answer)
         assert post(endpoint, CHAT, ASK | {"n": 2})[0] == 429
+        held.go.set()
         for connection in connections:
             connection.close()
 

@@ -24,26 +24,10 @@ from lockstep.serve.endpoint import CHAT, MESSAGES, Endpoint
 from lockstep.serve.thread import EngineThread
 from lockstep.types import ClientRequest, Completion, FinishReason, Request, Sampled
 from tests.envs.played import chat_of, engine_of
-from tests.serve.served import KEY, MODEL, TOKEN, Scripted, idle, post, served, until
+from tests.serve.served import KEY, MODEL, TOKEN, Held, Scripted, idle, post, served, until
 from tests.serve.test_endpoint import ASK, CALL, LONG, TOOL
 
 LONG_ASK = ASK | {"max_tokens": 200, "ignore_eos": True, "logprobs": True, "return_token_ids": True}
-
-
-class Held:
-    """Holds an engine between two steps: a test sees what was sent before the reply is done."""
-
-    def __init__(self, thread: EngineThread) -> None:
-        self.go, self.steps = threading.Event(), 0
-        between = thread._between
-
-        def held() -> None:
-            self.steps += 1
-            if self.steps > 6 and not thread._closed:
-                self.go.wait(20)
-            between()
-
-        thread._between = held  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
