@@ -1,4 +1,4 @@
-"""64-bit fingerprints of tensors: they need one read of the weights, depend on positions, and add up over shards.
+"""64-bit fingerprints of tensors: they need one read of the weights and depend on positions.
 
 The fingerprint of a tensor is the sum over its elements of
 
@@ -7,9 +7,9 @@ The fingerprint of a tensor is the sum over its elements of
 where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from splitmix64 of
 fixed keys. For 8-byte elements except the first, bits_i is bits ^ bits >> 32: the highest bit times an odd number is the same
 in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one, so a change of a
-single element always changes the sum. The sum adds over shards; name, dtype and shape are mixed in afterwards. The keys are
-fixed, so a fingerprint identifies weights across runs and checkpoints. It guards against mistakes and faults, not against an
-adversary, who could make a collision.
+single element always changes the sum. Name, dtype and shape are mixed in afterwards. The keys are fixed, so a fingerprint
+identifies weights across runs and checkpoints. It guards against mistakes and faults, not against an adversary, who could make a
+collision.
 """
 
 from __future__ import annotations
@@ -78,20 +78,6 @@ def splitmix64(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def fingerprint_tensor(name: str, tensor: Tensor) -> int:
-    """Return the fingerprint of one whole tensor of any shape. Raises SyncError unless it is dense, real and not quantised."""
-    return identify(name, dtype_name(tensor), tuple(tensor.shape), shard_sum(tensor))
-
-
-def shard_sum(shard: Tensor, *, offset: int = 0, row_length: int | None = None) -> int:
-    """Return the part that a shard contributes; the parts of all shards, added mod 2^64, go into `identify`.
-
-    `offset` is the row-major index, in the whole tensor, of the shard's first element. A shard of columns of a matrix also
-    needs `row_length`, the number of columns of the whole matrix. Raises the errors of fingerprint_tensor.
-    """
-    return int(_device_sum(shard, offset, row_length).item()) & MASK
-
-
 def identify(name: str, dtype: str, shape: tuple[int, ...], total: int) -> int:
     """Mix the identity of a tensor into the sum of its elements. `dtype` in the form of dtype_name()."""
     text = f"{name}\n{dtype}\n{list(shape)}\n{total & MASK:016x}"
@@ -104,14 +90,17 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def fingerprint(stream: WeightStream) -> Fingerprints:
-    """Fingerprint every tensor of a stream, holding few at a time. Raises SyncError if a name comes twice."""
+    """Fingerprint every tensor of a stream, holding few at a time.
+
+    Raises SyncError if a name comes twice, or a tensor is not dense, real and unquantised.
+    """
     specs: dict[str, tuple[str, tuple[int, ...], int]] = {}
     sums = _Sums()
     for name, tensor in stream:
         if name in specs:
             raise _twice(name)
-        specs[name] = (dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
         sums.add(tensor)
+        specs[name] = (dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
     prints = {
         name: TensorPrint(identify(name, dtype, shape, total), dtype, shape, size)
         for (name, (dtype, shape, size)), total in zip(specs.items(), sums.totals(), strict=True)
@@ -195,7 +184,7 @@ class _Sums:
     def add(self, tensor: Tensor) -> None:
         """Take in a tensor. Raises SyncError unless it is dense, real and not quantised."""
         place, self._count = self._count, self._count + 1
-        tensor = _bits(tensor, 0)
+        tensor = _bits(tensor)
         if tensor.device.type == "cpu" and tensor.numel() <= FEW:
             self._known[place] = _short_sum(tensor)
         elif _kernels(tensor.device) and 0 < tensor.numel() <= LARGEST:
@@ -205,7 +194,7 @@ class _Sums:
             if self._bytes > HELD:
                 self._launch()
         else:
-            self._summed.append(((place,), _flat_sum(tensor.reshape(-1), 0)[None]))
+            self._summed.append(((place,), _torch_sum(tensor.reshape(-1))[None]))
 
     def totals(self) -> list[int]:
         """Return the sums of all tensors in the order of `add`, as signed numbers."""
@@ -231,7 +220,7 @@ def _kernel_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     kernels = _kernels(device)
     assert kernels is not None
     blocks = max(-(-tensor.numel() // BLOCK) for tensor in tensors)
-    sums: Tensor = kernels.tensor_sums(tensors, _table(KEY_A, BLOCK, device), _rows(0, blocks, device))
+    sums: Tensor = kernels.tensor_sums(tensors, _table(KEY_A, BLOCK, device), _rows(blocks, device))
     return sums
 
 
@@ -247,41 +236,22 @@ def _odd(key: int, index: int) -> int:
     return splitmix64(key, index) | 1
 
 
-@torch.no_grad()
-def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
-    """Compute Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
-    bits = _bits(shard, offset)
-    if row_length is None:
-        return _flat_sum(bits.reshape(-1), offset)
-    if bits.dim() != 2 or bits.shape[1] > row_length:
-        raise SyncError(
-            f"a shard of shape {list(shard.shape)} does not fit rows of {row_length} elements",
-            fix=f"pass a matrix with at most {row_length} columns",
-        )
-    if bits.shape[1] == row_length:
-        return _flat_sum(bits.reshape(-1), offset)
-    return _column_sum(bits, offset, row_length)
-
-
-def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
-    """Sum a run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
-    total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
-    if 0 < len(bits_T) <= LARGEST and not offset and _kernels(bits_T.device):
-        return _kernel_sums([bits_T], bits_T.device)[0]
-    head = min(-offset % BLOCK, len(bits_T))
-    blocks = (len(bits_T) - head) // BLOCK
-    tail = head + blocks * BLOCK
-    if head:
-        total += _piece_sum(bits_T[:head], offset)
+def _torch_sum(bits_T: Tensor) -> Tensor:
+    """Compute Σ (bits_i + 1)·r(i) as a 0-d int64 tensor: whole blocks, then the rest. Its arithmetic wraps mod 2^64."""
+    device, blocks = bits_T.device, len(bits_T) // BLOCK
+    total, rest_T = torch.zeros((), dtype=torch.int64, device=device), bits_T[blocks * BLOCK :]
     if blocks:
-        total += _blocks_sum(bits_T[head:tail].view(blocks, BLOCK), (offset + head) // BLOCK)
-    if tail < len(bits_T):
-        total += _piece_sum(bits_T[tail:], offset + tail)
+        total += _blocks_sum(bits_T[: blocks * BLOCK].view(blocks, BLOCK))
+    if len(rest_T):
+        wide_T = rest_T.to(torch.int64)
+        if rest_T.element_size() < 8:  # the sign was extended
+            wide_T &= (1 << 8 * rest_T.element_size()) - 1
+        total += ((wide_T + 1) * _table(KEY_A, BLOCK, device)[: len(rest_T)]).sum() * _rows(blocks + 1, device)[-1]
     return total
 
 
-def _bits(tensor: Tensor, offset: int) -> Tensor:
-    """Return a shard, whose first element is number `offset`, as integers. Raises SyncError as fingerprint_tensor does."""
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as integers. Raises SyncError unless it is dense, real and not quantised."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_complex() or tensor.is_quantized:
         raise SyncError(
             f"cannot fingerprint a {tensor.layout} {dtype_name(tensor)} tensor on {tensor.device}",
@@ -291,8 +261,7 @@ def _bits(tensor: Tensor, offset: int) -> Tensor:
     if tensor.element_size() == 8 and tensor.numel():
         first, start = (0,) * bits.dim(), bits
         bits = bits ^ _shift(bits, 32)
-        if not offset:  # a single number, as an adapter's scaling, has the fingerprint that it always had
-            bits[first] = start[first]
+        bits[first] = start[first]  # a single number, as an adapter's scaling, has the fingerprint that it always had
     return bits
 
 
@@ -307,15 +276,8 @@ def _kernels(device: torch.device) -> Any | None:
     return kernels
 
 
-def _piece_sum(bits_T: Tensor, offset: int) -> Tensor:
-    """Sum elements within one block."""
-    place, block = offset % BLOCK, offset // BLOCK
-    a_T = _table(KEY_A, BLOCK, bits_T.device)[place : place + len(bits_T)]
-    return ((_unsigned(bits_T) + 1) * a_T).sum() * _rows(block, 1, bits_T.device)[0]
-
-
-def _blocks_sum(bits_BK: Tensor, first: int) -> Tensor:
-    """Sum B whole blocks of K = 4096 elements; `first` is the index of the first. Several at a time use one buffer."""
+def _blocks_sum(bits_BK: Tensor) -> Tensor:
+    """Sum B whole blocks of K = 4096 elements. Several at a time use one buffer."""
     device = bits_BK.device
     a_K = _table(KEY_A, BLOCK, device)
     at_once = CPU_BLOCKS if device.type == "cpu" else GPU_BLOCKS
@@ -330,37 +292,12 @@ def _blocks_sum(bits_BK: Tensor, first: int) -> Tensor:
         work.mul_(a_K)
         torch.sum(work, dim=1, out=sums_B[start : start + len(chunk)])
     sums_B += a_K.sum()  # the + 1 of every element
-    return (sums_B * _rows(first, len(sums_B), device)).sum()
+    return (sums_B * _rows(len(sums_B), device)).sum()
 
 
-def _column_sum(bits_RC: Tensor, offset: int, row_length: int) -> Tensor:
-    """Sum columns of a matrix: every row is a run of its own, so the weights are gathered. R rows, C columns."""
-    rows, columns = bits_RC.shape
-    device = bits_RC.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    if not rows or not columns:
-        return total
-    a_K, b = _table(KEY_A, BLOCK, device), _rows(0, (offset + rows * row_length) // BLOCK + 1, device)
-    column_C = torch.arange(columns, device=device)
-    at_once = max(1, (CPU_BLOCKS if device.type == "cpu" else GPU_BLOCKS) * BLOCK // columns)
-    for start in range(0, rows, at_once):
-        chunk = bits_RC[start : start + at_once]
-        row_R = torch.arange(start, start + len(chunk), device=device)
-        index_RC = offset + row_R[:, None] * row_length + column_C
-        total += ((_unsigned(chunk) + 1) * a_K[index_RC % BLOCK] * b[index_RC // BLOCK]).sum()
-    return total
-
-
-def _unsigned(bits: Tensor) -> Tensor:
-    """Return integer bits as int64 without the sign; 8-byte elements keep theirs, which is the same mod 2^64."""
-    wide = bits.to(torch.int64)
-    return wide & (1 << 8 * bits.element_size()) - 1 if bits.element_size() < 8 else wide
-
-
-def _rows(first: int, count: int, device: torch.device) -> Tensor:
-    """Return b[first : first + count]; the table behind it grows by doubling."""
-    size = max(BLOCK, 1 << (first + count - 1).bit_length())
-    return _table(KEY_B, size, device)[first : first + count]
+def _rows(count: int, device: torch.device) -> Tensor:
+    """Return b[:count]; the table behind it grows by doubling."""
+    return _table(KEY_B, max(BLOCK, 1 << (count - 1).bit_length()), device)[:count]
 
 
 @lru_cache(maxsize=64)
