@@ -9,7 +9,7 @@ log-probability. Prints a table; exits with 1 on any difference.
 
 The moments are drawn with --seed, one from each of as many equal parts of the run as there are kills. `--start fresh` starts
 each process as the command line does; `warm` forks it from a process that has imported everything, so that most kills hit
-the training rather than the imports.
+the training rather than the imports. With --begun all do: moments count from the end of the first step.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class Setup:
     overrides: tuple[str, ...]
     warm: bool
     """Processes are forked from one that has imported everything."""
+    begun: bool
+    """Time counts from the end of a run's first step."""
 
     def run(self, name: str) -> Path:
         return self.work / "runs" / name
@@ -113,7 +115,7 @@ class Trial:
     """One kill and what came of it."""
 
     moment: float
-    """Seconds after the start."""
+    """Seconds after the start, or after the first step."""
     reached: str
     resumed: str
     differences: tuple[str, ...]
@@ -124,10 +126,14 @@ def main() -> int:
     setup = prepare(args)
     moments = random.Random(args.seed)
     print(f"{args.model}, {args.steps} steps, {args.kills} kills, {args.start} starts, in {setup.work}", flush=True)
-    seconds = complete(setup, [str(setup.recipe), "name=unbroken", *setup.overrides])
+    seconds = complete(setup, [str(setup.recipe), "name=unbroken", *setup.overrides], setup.run("unbroken"))
     unbroken = read(setup.run("unbroken"), args.steps)
     refuse_idle(unbroken)
-    print(f"the unbroken run took {seconds:.1f} s; final weights {fingerprint(unbroken.rows[args.steps])}", flush=True)
+    since = " after its first step" if setup.begun else ""
+    print(
+        f"the unbroken run took {seconds:.1f} s{since}; final weights {fingerprint(unbroken.rows[args.steps])}",
+        flush=True,
+    )
     gap = max(row.metrics.get("mismatch/max_abs_dlogp", 0.0) for row in unbroken.rows.values())
     print(f"sampled and trained log-probabilities differ by at most {gap:.3g}", flush=True)
     trials = []
@@ -156,6 +162,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     parser.add_argument("--start", choices=("fresh", "warm"), default="fresh")
+    parser.add_argument("--begun", action="store_true", help="kill no run before its first step is done")
     parser.add_argument("--threads", type=int, default=1, help="of each run (default 1: bears other work beside it)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change the recipe")
     parser.add_argument("--work", type=Path, help="folder for the runs (default: a temporary one)")
@@ -171,7 +178,7 @@ def prepare(args: argparse.Namespace) -> Setup:
     if args.work:
         args.work.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="kill9-", dir=args.work)).resolve()
-    setup = Setup(work, work / "recipe.yaml", tuple(args.set), args.start == "warm")
+    setup = Setup(work, work / "recipe.yaml", tuple(args.set), args.start == "warm", args.begun)
     if setup.warm:
         multiprocessing.set_forkserver_preload(WARM)
     model, dtype = args.model, "bf16"
@@ -219,10 +226,19 @@ def begin(setup: Setup, words: list[str]) -> BaseProcess:
     return process_of(setup, train, words, setup.work / "log.txt")
 
 
-def complete(setup: Setup, words: list[str]) -> float:
-    """Run to the end; returns the seconds that it took."""
-    start = time.perf_counter()
+def wait_until_counted(setup: Setup, process: BaseProcess, run: Path) -> None:
+    """Wait until a run's time begins to count, or its process has ended."""
+    metrics = run / "metrics.jsonl"
+    while setup.begun and process.exitcode is None and not (metrics.exists() and metrics.stat().st_size):
+        process.join(0.01)
+
+
+def complete(setup: Setup, words: list[str], run: Path) -> float:
+    """Run to the end; returns the seconds that count."""
+    before = time.perf_counter()
     process = begin(setup, words)
+    wait_until_counted(setup, process, run)
+    start = time.perf_counter() if setup.begun else before
     process.join()
     if process.exitcode != 0:
         tail = "\n".join((setup.work / "log.txt").read_text(errors="replace").splitlines()[-15:])
@@ -237,6 +253,7 @@ def kill_and_resume(setup: Setup, number: int, moment: float, unbroken: Ended, s
         run = setup.run(f"kill_{number:02d}" + (f"_{attempt}" if attempt else ""))
         words = [str(setup.recipe), f"name={run.name}", *setup.overrides]
         process = begin(setup, words)
+        wait_until_counted(setup, process, run)
         process.join(moment)
         if process.exitcode is None:
             os.kill(process.pid or 0, signal.SIGKILL)
@@ -246,7 +263,7 @@ def kill_and_resume(setup: Setup, number: int, moment: float, unbroken: Ended, s
         attempt, moment = attempt + 1, moment * 0.9
     begun = (run / "manifest.json").exists()
     reached = reached_by(run) if begun else "before the run directory was complete"
-    complete(setup, ["--resume", str(run)] if begun else words)
+    complete(setup, ["--resume", str(run)] if begun else words, run)
     resumed = next(
         (e.message for e in reversed(read_events(RunDirectory.open(run))) if e.kind == "resume"), "a new start"
     )
