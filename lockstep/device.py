@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lockstep.bf16_products import has_bf16_products, speed_up_bf16_products
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, MachineError
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
@@ -33,8 +33,15 @@ def since_hopper() -> bool:
 
 
 def use_gpu(rank: int) -> None:
-    """Make the GPU of this number the one of this process."""
-    torch.cuda.set_device(rank)
+    """Make the GPU of this number the one of this process. Raises MachineError, before others wait, if it cannot compute."""
+    try:
+        torch.ones(1, device=f"cuda:{rank}").item()
+        torch.cuda.set_device(rank)
+    except (RuntimeError, AssertionError) as error:  # CUDA's errors, and a torch without CUDA
+        what = f"it reports an error before any work: {str(error).splitlines()[0]}"
+        raise MachineError(
+            what, where=f"GPU {rank}", fix="look at it with nvidia-smi; no process may hold it alone"
+        ) from error
 
 
 def gpu_memory(device: torch.device | None = None) -> tuple[float, float, float]:

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from lockstep.device import choose_device, prepare_process
-from lockstep.errors import ConfigError
+from lockstep.device import choose_device, prepare_process, use_gpu
+from lockstep.errors import ConfigError, MachineError
 
 
 def test_the_device_that_is_asked_for():
@@ -54,3 +54,8 @@ def test_on_a_gpu_sums_of_products_are_not_rounded_to_half_precision():
         assert not settings.allow_bf16_reduced_precision_reduction
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
+
+
+def test_a_gpu_that_cannot_compute_is_named_before_others_wait_for_it():
+    with pytest.raises(MachineError, match=r"GPU 99: it reports an error before any work: \S"):
+        use_gpu(99)

@@ -15,6 +15,7 @@ from lockstep.track.catalogue import find
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import proof_from_json, read_metrics
+from tests.cluster.moe import write_tiny_moe
 from tests.loops.runs import LORA, NO_EVAL, events, fingerprints, numbers, same, trained
 from tests.loops.test_resume import stopped
 
@@ -84,6 +85,18 @@ class Counting:
 
 
 IN_REWARD = ("algorithm.kind=reinforce_pp", "algorithm.kl.placement=reward", "algorithm.kl.estimator=k1")
+
+
+@pytest.mark.parametrize("replay", ["false", "true"])
+def test_gspo_trains_a_mixture_of_experts(tmp_path: Path, replay: str) -> None:
+    write_tiny_moe(tmp_path / "moe")
+    settings = ("steps=2", "algorithm.kind=gspo", f"update.replay_routing={replay}", *SEVERAL)
+    run = trained(tmp_path, tmp_path / "moe", NO_EVAL, *settings)
+    assert len(set(fingerprints(run).values())) == 2
+    for row in read_metrics(run):
+        assert set(ALWAYS) <= row.metrics.keys()
+        assert row.metrics["ratio/max"] > 1
+        assert ("routes/differ" in row.metrics) == (replay == "true")
 
 
 @pytest.mark.sampled(5)
