@@ -82,6 +82,13 @@ class ChatFormat:
         ChatError if the turns are not a valid chat, contain a control token, are refused by the template, or if the ids would
         begin with two BOS tokens.
         """
+        turns = self.framed(messages)
+        if tools and not shows_tools(self.template.source):
+            turns, tools = with_tools(turns, tools), ""
+        return self._ids(turns, generate=True, tools=tools)
+
+    def framed(self, messages: Sequence[Message]) -> list[Message]:
+        """Return system text, examples and the task's turns. Raises ChatError if they are not a valid chat to reply to."""
         turns, _ = frame(self.chat, messages)
         if turns[-1]["role"] == "assistant":
             raise ChatError(
@@ -89,9 +96,7 @@ class ChatFormat:
                 where="messages",
                 fix="end the messages with a user turn",
             )
-        if tools and not shows_tools(self.template.source):
-            turns, tools = with_tools(turns, tools), ""
-        return self._ids(turns, generate=True, tools=tools)
+        return turns
 
     def render_prompt(self, prompt: Prompt) -> TokenIds:
         """Run `render` on a task's prompt; its errors name the prompt."""

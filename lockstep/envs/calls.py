@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
+
+from lockstep.codec import finite_json
 
 Format: TypeAlias = Literal["hermes", "plain"]
 
@@ -15,6 +16,8 @@ MAX_CALLS = 16
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PLAIN = re.compile(r"^[ \t]*([A-Za-z_][A-Za-z0-9_]*)[ \t]*\((.*)\)[ \t]*\.?[ \t]*$")
 _END_THINK = "</think>"
+_WHY = 120
+"""Most characters of a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def read_calls(reply: str, format: Format, names: Collection[str]) -> tuple[Call
     said = reply.rpartition(_END_THINK)[2]
     match format:
         case "hermes":
-            return _tagged(said) or _bare(said)
+            return _tagged(said) or _bare(said, names)
         case "plain":
             found = (_PLAIN.match(line) for line in said.splitlines() if len(line) <= 4096)
             calls = [Call(line.group(1), line.group(2).strip()) for line in found if line and line.group(1) in names]
@@ -61,32 +64,38 @@ def _tagged(said: str) -> tuple[Call | BadCall, ...]:
     return tuple(calls)
 
 
-def _bare(said: str) -> tuple[Call | BadCall, ...]:
-    """Read the whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral)."""
+def _bare(said: str, names: Collection[str]) -> tuple[Call | BadCall, ...]:
+    """Read the whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral).
+
+    An answer may be JSON with a name, too: without arguments it must be that of a tool.
+    """
     text = said.strip()
     if not text.startswith(("{", "[")) or '"name"' not in text:
         return ()
-    calls = _of_json(text)
+    calls = _of_json(text, names)
     return tuple(calls[:MAX_CALLS]) if all(isinstance(call, Call) for call in calls) else ()
 
 
-def _of_json(text: str) -> list[Call | BadCall]:
+def _of_json(text: str, names: Collection[str] | None = None) -> list[Call | BadCall]:
     try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return [BadCall(f"the call is not JSON: {error}")]
-    return [_of_object(one) for one in (found if isinstance(found, list) else [found])]
+        found = finite_json(text)
+    except ValueError as error:
+        return [BadCall(f"the call is not JSON: {error}"[:_WHY])]
+    return [_of_object(one, names) for one in (found if isinstance(found, list) else [found])]
 
 
-def _of_object(found: object) -> Call | BadCall:
+def _of_object(found: object, names: Collection[str] | None) -> Call | BadCall:
+    """Read a call. `names`: those that need no arguments; None for all."""
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return BadCall('a call is an object with "name" and "arguments"')
+    if names is not None and found["name"] not in names and not found.keys() & {"arguments", "parameters"}:
+        return BadCall("it has no arguments, and its name is not a tool's")
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as a text that holds JSON
         try:
-            arguments = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError) as error:
-            return BadCall(f"the arguments are not JSON: {error}")
+            arguments = finite_json(arguments)
+        except ValueError as error:
+            return BadCall(f"the arguments are not JSON: {error}"[:_WHY])
     if not isinstance(arguments, dict):
         return BadCall('"arguments" is not an object')
     return Call(found["name"], arguments)

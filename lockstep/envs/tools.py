@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -12,6 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from lockstep.codec import finite_json
 from lockstep.config import tools as schema
 from lockstep.envs.calculator import calculator
 from lockstep.envs.calls import BadCall, Call
@@ -130,6 +132,8 @@ def _by_name(tool: Tool, arguments: Mapping[str, object] | str) -> Mapping[str, 
     names = list(tool.parameters.get("properties", {}))
     if not arguments:
         return {}
+    if (named := _named(arguments)) is not None and named.keys() <= set(names):
+        return named
     if len(names) == 1:
         text = arguments.partition("=")[2] if re.match(rf"{re.escape(names[0])}\s*=", arguments) else arguments
         return {names[0]: _value(text.strip(), as_text=tool.parameters["properties"][names[0]].get("type") == "string")}
@@ -144,9 +148,24 @@ def _by_name(tool: Tool, arguments: Mapping[str, object] | str) -> Mapping[str, 
     return dict(zip(names, values, strict=False))
 
 
+def _named(arguments: str) -> dict[str, object] | None:
+    """Read an object, or name=value pairs with literal values; None for anything else."""
+    try:
+        value = finite_json(arguments)
+    except ValueError:
+        try:
+            call = ast.parse(f"f({arguments})", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args or not call.keywords:
+                return None
+            return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
+            return None
+    return value if isinstance(value, dict) else None
+
+
 def _value(text: str, *, as_text: bool) -> object:
     try:
-        value = json.loads(text)
+        value = ast.literal_eval(text) if re.fullmatch(r"'[^'\\\n]*'", text) else json.loads(text)
     except (json.JSONDecodeError, RecursionError):
         return text
     return text if as_text and not isinstance(value, str) else value

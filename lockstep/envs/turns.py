@@ -20,6 +20,10 @@ def fault_of(turn: object) -> str:
             message["content"].encode()
         except UnicodeEncodeError:
             return "the observation is not valid Unicode"
+    texts: dict[str, object] = {"extracted": turn.extracted, "error": turn.error}
+    for name, text in texts.items():
+        if not isinstance(text, str | None):
+            return f"the field {name} is {text!r}, not a text"
     if turn.reward is None and not turn.error:
         return "the environment gave no reward and no error"
     numbers = {"reward": turn.reward, **turn.metrics}

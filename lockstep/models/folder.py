@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file whose top level is a mapping. Raises ModelError otherwise."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"this file is not valid JSON: {error}", where=str(path), fix="fetch or write the file again"
         ) from error

@@ -88,6 +88,7 @@ class Conversations:
             begun = [place for place in range(len(turns) - 1, 0, -1) if hashes[place - 1] in known]
             if not begun or self._continuation is None:
                 return Rendered(self.chat.render(messages, tools), 0)
+            self.chat.framed(messages)  # refuses what it would refuse without a known beginning
             name = hashes[begun[0] - 1]
             known.move_to_end(name)
             ids = known[name]
@@ -117,15 +118,17 @@ class Conversations:
             text, answer = self.chat.read(ids)
         found = min((at, one) for one in (*stop, "") if (at := answer.find(one) if one else len(answer)) >= 0)
         body = answer[: found[0]]
-        thoughts = text.removesuffix(answer).strip() if answer != text else ""
+        blank = text[len(text.rstrip()) :]  # which answers have been cut of
+        ended = found[1] or next((one for one in stop if one in blank), "")
+        thoughts = text.strip().removesuffix(answer.strip()).strip()
         names = [tool["function"]["name"] for tool in json.loads(tools)] if tools else []
         calls = read_calls(body, "hermes", names) if names else ()
         good = [call for call in calls if isinstance(call, Call) and not isinstance(call.arguments, str)]
         if not good or len(good) < len(calls) or body.count("<tool_call>") > len(calls):
-            return Reply(Said("assistant", body), thoughts, found[1])
+            return Reply(Said("assistant", body), thoughts, ended)
         made = tuple(ToolCall(c.name, json.dumps(c.arguments), f"{call_id}_{i}") for i, c in enumerate(good))
         head = body.partition("<tool_call>")[0].strip() if "<tool_call>" in body else ""
-        return Reply(Said("assistant", head, made), thoughts, found[1])
+        return Reply(Said("assistant", head, made), thoughts, ended)
 
     def so_far(self, ids: TokenIds, stop: Sequence[str], tools: str) -> tuple[str, str]:
         """Return the answer and the thoughts of a reply under way, as far as more tokens do not change how they are read."""

@@ -343,8 +343,9 @@ class Handler(LoopbackHandler):
 
     def _gone(self) -> bool:
         """Return whether the client has closed its side."""
-        ready, _, _ = select.select([self.connection], [], [], 0)
-        return bool(ready) and self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        looking = select.poll()  # unlike select, it takes descriptors above 1,023
+        looking.register(self.connection, select.POLLIN)
+        return bool(looking.poll(0)) and self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
 
     # --- writing --------------------------------------------------------------------------------------------------
     def _send(self, status: int, answer: dict[str, Any], **headers: str) -> None:

@@ -68,10 +68,12 @@ def sampling(
     stop: list[str],
     ignore_eos: bool = False,
 ) -> Sampling:
-    """Return the settings, with the interfaces' defaults. Raises Refusal for a temperature that fp32 cannot divide by."""
+    """Return the settings, with the interfaces' defaults. Raises Refusal for what the engine would not do."""
     heat = 1.0 if temperature is None else temperature
     if 0 < heat < 1e-3:
         raise Refusal(400, "temperature is 0 (the most likely token) or at least 0.001", "temperature")
+    if ignore_eos and stop:
+        raise Refusal(400, "ignore_eos goes on to max_tokens, past every stop string", "ignore_eos")
     kept = max(top_k or 0, 0)
     return Sampling(max_tokens or 0, heat, kept, top_p or 1.0, min_p or 0.0, tuple(stop), ignore_eos)
 

@@ -47,7 +47,7 @@ class Choice:
         if not self.several:
             letter = self._one(text)
             return frozenset(letter)
-        parts = _bare(text).replace(" and ", ",").replace(";", ",").split(",")
+        parts = _bare(text).replace(", and ", ",").replace(" and ", ",").replace(";", ",").split(",")
         letters = [self._one(part) for part in parts]
         if any(not letter for letter in letters) or len(set(letters)) < len(letters):
             return frozenset()

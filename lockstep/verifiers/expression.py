@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from threading import Lock
@@ -137,7 +138,8 @@ def _brackets(text: str) -> str:
 def _hedges(answer: str) -> bool:
     """Return whether an answer to a question for a number gives several, or negates itself. Computer algebra would read 41 = 42
     as 42, the last part; 0 0 as 0, their product; and "not 0" as 0, a product of letters and 0."""
-    values = {value for part in answer.split("=")[:8] if (value := parse_number(part)) is not None}
+    parts = re.split(r"=|\\approx\b", answer, maxsplit=8)[:8]
+    values = {value for part in parts if (value := parse_number(part)) is not None}
     words = plain(answer).split()
     apart = len(words) > 1 and all(parse_number(word) is not None for word in words)
     several = len(split_items(answer)) != 1 or "\\cup" in answer

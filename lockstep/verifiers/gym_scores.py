@@ -25,7 +25,7 @@ from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers import gym_worker, no_eval
 from lockstep.verifiers.base import shown, unscored
-from lockstep.verifiers.extract import read_answer
+from lockstep.verifiers.extract import final_span, read_answer
 from lockstep.verifiers.sandbox.host import Flood, Run, Sandbox, SandboxError, TimeOut, ZygoteGone
 from lockstep.verifiers.sandbox.isolation import Limits
 from lockstep.verifiers.sandbox.plain import NotPlainError
@@ -206,7 +206,7 @@ class GymScores:
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         answer = read_answer(reply, "none")
-        text = answer.text if answer.text is not None else _tagged(reply)
+        text = answer.text if answer.text is not None else _tagged(reply[slice(*final_span(reply))])
         found = {"has_answer": float(bool(text)), "boxed": float(answer.method == "boxed")}
         if not text or not admitted(self._dataset, text, prompt.answer):
             return Grade(0.0, {"correct": 0.0, **found}, None if text is None else shown(text), answer.method)

@@ -161,7 +161,7 @@ def objects(text: str) -> list[dict[str, object]]:
         elif char == "}" and start >= 0:
             try:
                 value = json.loads(text[start : i + 1])
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict):
                 found.append(value)

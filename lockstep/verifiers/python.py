@@ -217,6 +217,8 @@ def _plain(value: object) -> object:
 
 
 def _checked(grade: Grade) -> Grade:
+    read, error = (None if value is None else _fact(value) for value in (grade.extracted, grade.error))
+    grade = replace(grade, extracted=read, error=error, method=_fact(grade.method or ""))
     if grade.reward is None:
         return grade if grade.error else replace(grade, error="the grader gave no reward and no error")
     if not _finite(grade.reward):

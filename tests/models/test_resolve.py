@@ -65,6 +65,7 @@ def no_tokenizer(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
         (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list"),
+        (lambda folder: (folder / "config.json").write_text("[" * 10**5), "is not valid JSON"),
         (lambda folder: (folder / "model.safetensors").unlink(), "the weight file model.safetensors is missing"),
         (pickle_only, "only pickle weights"),
         (lacks_a_shard, "model-00002-of-00002.safetensors is missing"),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.chat.chat import ChatFormat
+from lockstep.errors import ChatError
 from lockstep.serve.conversations import Conversations, Said, ToolCall
 from lockstep.types import TokenIds
 from tests.conftest import write_tiny_model
@@ -118,6 +119,32 @@ def test_a_stop_string_is_not_in_the_text_and_its_ids_are_kept():
     ids = tuple(chat().tokenizer("one two STOP", add_special_tokens=False)["input_ids"])
     reply = held.read(ids, ("STOP", "two"), "", "id")
     assert (reply.said.text, reply.stop) == ("one ", "two")
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts"),
+    [("4\n", ""), ("4", ""), ("<think>a b</think>\n\n4\n", "<think>a b</think>"), ("<think>4\n", "<think>4")],
+)
+def test_white_space_at_the_end_repeats_no_answer_and_hides_no_stop_string(text: str, thoughts: str):
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder))
+        own = chat_of(Path(folder))
+    own.parser = "think"
+    ids = tuple(own.tokenizer(text, add_special_tokens=False)["input_ids"])
+    reply = Conversations(own).read(ids, ("\n",), "", "id")
+    assert (reply.said.text, reply.thoughts) == ("" if thoughts == "<think>4" else "4", thoughts)
+    assert reply.stop == ("\n" if text.endswith("\n") else "")
+
+
+@pytest.mark.parametrize("last", [Said("assistant", '{"answer":'), Said("system", "Be brief.")])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_remembered_does_not_decide_whether_a_chat_is_refused(known: bool, last: Said):
+    held = Conversations(chat())
+    turns, reply = [Said("user", "What is 4 + 3?")], Said("assistant", "7")
+    if known:
+        held.replied("k", turns, reply, "", (*held.render("k", turns, "").ids, 5, chat().stop_ids[0]))
+    with pytest.raises(ChatError):
+        held.render("k", [*turns, reply, Said("user", "and?"), last], "")
 
 
 def test_what_was_used_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch):

@@ -222,6 +222,7 @@ WRONG = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, "wrong"),
     (MESSAGES, {"mcp_servers": []}, "mcp_servers"),
     (GENERATE, {"token_ids": []}, "token_ids"),
+    (CHAT, {"ignore_eos": True, "stop": "x"}, "ignore_eos"),
     (GENERATE, {"token_ids": [10**9]}, "token_ids"),
     (GENERATE, {"token_ids": [-1]}, "token_ids"),
     (GENERATE, {"token_ids": [1.5]}, "token_ids"),

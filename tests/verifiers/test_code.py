@@ -150,6 +150,38 @@ def test_calls_compare_whole_values(code: Code, call: Any, expected: Any, progra
     assert graded(code, tests, program).reward == reward
 
 
+NODE = 'from dataclasses import dataclass\n@dataclass\nclass Node:\n    value: int\n    left: "Node" = None\n'
+THREAD = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print(3))).start()"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(3)\nexit()",
+        "print(3)\nquit(0)",
+        THREAD,
+        "import atexit\n@atexit.register\ndef said(): print(3)",
+        "import sys\nsys.__stdout__.write('3')",
+        "import sys\nprint(3)\nsys.stdout.close()",
+        "import __main__\nprint(__main__.__name__ == '__main__' and 3)",
+        NODE + "print(Node(3).value)",
+        "import pickle\nclass A: v = 3\nprint(pickle.loads(pickle.dumps(A())).v)",
+    ],
+)
+def test_a_script_runs_and_ends_as_under_python(code: Code, program: str) -> None:
+    assert graded(code, [{"input": "", "output": "3"}], program).reward == 1
+
+
+@pytest.mark.parametrize("end", ["exit(1)", "import atexit, sys\natexit.register(sys.stdout.close)\nquit('no')", "1/0"])
+def test_a_script_that_ends_with_an_error_is_wrong(code: Code, end: str) -> None:
+    assert graded(code, [{"input": "", "output": "3"}], f"print(3)\n{end}").reward == 0
+
+
+def test_functions_may_need_the_module_that_they_are_in(code: Code) -> None:
+    program = f"from __future__ import annotations\nimport pickle\n{NODE}def f(): return pickle.loads(pickle.dumps(Node(3))).value"
+    assert graded(code, [{"function": "f", "args": [], "expected": 3}], program).reward == 1
+
+
 @pytest.mark.parametrize(
     ("value", "expected", "same"),
     [

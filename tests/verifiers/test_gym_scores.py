@@ -103,6 +103,20 @@ def test_scores_are_those_of_the_data_set(dataset: str) -> None:
     scores_are_those_of_the_data_set(dataset)
 
 
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("<answer>7</answer>", 1.0),
+        ("<think>4 + 3</think><answer>7</answer>", 1.0),
+        ("<think>maybe <answer>7</answer>", 0.0),
+        ("<think><answer>7</answer></think> I do not know", 0.0),
+    ],
+)
+def test_an_answer_among_the_thoughts_is_none(reply: str, reward: float) -> None:
+    item = {"question": "4 + 3", "answer": "7", "metadata": {}}
+    assert GymScores("chain_sum", "{}", partial=False).grade(prompt_of("chain_sum", item), reply).reward == reward
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted({*EVALUATED, *REST} - set(SAME)))
 def test_scores_are_those_of_every_data_set(dataset: str) -> None:

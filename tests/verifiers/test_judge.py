@@ -193,6 +193,7 @@ def test_reading_verdicts() -> None:
     assert not holds_verdict('a dict like {"a": 1, "score": 2} in code')
     start = time.thread_time()
     assert objects('{"a":' * 200_000 + "}" * 200_000) == []
+    assert objects('{"a":' + "[" * 100_000 + "]" * 100_000 + "}") == []
     assert time.thread_time() - start < 2
 
 

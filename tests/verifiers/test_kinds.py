@@ -59,6 +59,7 @@ def test_several_choices():
         "A, C": 1,
         "C, A": 1,
         "C and A": 1,
+        "A, and C": 1,
         "(A); (C)": 1,
         "A": 0,
         "A, B, C": 0,
@@ -235,7 +236,7 @@ def math():
     [
         ("42", "42.0", True), ("42", "43", False), ("x+1", "1+x", True), ("x+1", "x", False), ("2\\sqrt{2}", "\\sqrt{8}", True),
         ("\\frac{x+1}{2}", "\\frac{1}{2}(x+1)", True), ("(0, 1]", "[0, 1]", False), ("42", "6 \\cdot 7", True), ("42", "x = 42", True),
-        ("42", "41 = 42", False), ("\\pi", "3", False), ("x", "y", False), ("\\{1,2\\}", "\\{2,1\\}", True), ("42", "4 2", False), ("50\\%", "0.5", True),
+        ("42", "41 = 42", False), ("5", "5 \\approx 6", False), ("5", "5 \\approx 5.0", True), ("\\pi", "3", False), ("x", "y", False), ("\\{1,2\\}", "\\{2,1\\}", True), ("42", "4 2", False), ("50\\%", "0.5", True),
         ("42", "٤٢", False), ("x", "", False), ("12", "\\$12", True), ("0", "0 0", False), ("0", "not 0", False), ("0", "0 \\text{ or } 1", False), ("0", "\\text{not } 0", False),
     ],
 )  # fmt: skip

@@ -89,6 +89,9 @@ def test_a_grade_is_kept_and_checked(tmp_path):
     named = grade("0.5, {'style': 'good', 'parts': {'a': 1}, 3: None, 'depth': 2}")
     assert (named.reward, named.metrics, named.error) == (0.5, {"correct": 0.0, "depth": 2.0}, None)
     assert named.facts == {"style": "good", "parts": "{'a': 1}", "3": "None"}
+    texts = grade("1.0, extracted=42, method=None")
+    assert (texts.reward, texts.extracted, texts.method) == (1.0, "42", "")
+    assert grade("None, error=ValueError('x')").error == "ValueError('x')"
 
 
 @pytest.mark.parametrize(

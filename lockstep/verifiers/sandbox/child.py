@@ -6,12 +6,15 @@ what is expected, nor replace the comparison, nor say that it passed.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 from lockstep.verifiers.sandbox import plain
@@ -54,21 +57,34 @@ def _raised(error: BaseException) -> dict[str, Any]:
         return answer | {"args": [answer["error"]]}
 
 
+def _names_of_module(name: str) -> dict[str, Any]:
+    """Return the names of a new module, which dataclasses and pickle look up; with `exit` and `quit`, which `site` would add."""
+    module = sys.modules[name] = ModuleType(name)
+    names = vars(module)
+    names["__builtins__"] = builtins
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    return names
+
+
 def run_script(requests: io.BufferedReader, _: io.BufferedWriter) -> NoReturn:
     """Run the program on descriptors 0 and 1; the exit status says whether it ended well."""
     source = receive(requests)["code"]
     sys.stdin = io.TextIOWrapper(open(0, "rb"), encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(open(1, "wb"), encoding="utf-8", errors="replace")  # noqa: SIM115
+    vars(sys)["__stdout__"] = sys.stdout
     sys.argv = ["solution.py"]
     status = 0
     try:
-        exec(compile(source, "solution.py", "exec"), {"__name__": "__main__", "__builtins__": builtins})
+        exec(compile(source, "solution.py", "exec"), _names_of_module("__main__"))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else FAILED * (error.code is not None)
     except BaseException:
         status = FAILED
-    try:
-        sys.stdout.flush()
+    try:  # as Python ends: its threads, what it registered, its output
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        if not sys.stdout.closed:
+            sys.stdout.flush()
     except BaseException:
         status = FAILED
     os._exit(status & 255)
@@ -82,7 +98,7 @@ def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoRe
         kept.append(value)
         return len(kept) - 1
 
-    space: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
+    space = _names_of_module("solution")
     answer: dict[str, Any]
     found: Any
     try:
