@@ -265,6 +265,14 @@ class Workers:
                     found[rank] = value
         return [found[rank] for rank in ranks]
 
+    def ask(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call a method of one worker; returns LOST if that is lost, and must be replaced."""
+        self.start([rank], method, *arguments)
+        found: dict[int, Any] = {}
+        while not found:
+            found = self.results(self.processes.timeout, [rank])
+        return found[rank]
+
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
         """Begin a call of these; a worker takes its calls one after the other."""
         self.processes.start([self.ranks[rank] for rank in ranks], method, *arguments)

@@ -29,20 +29,25 @@ class Samplers(Workers):
         super().start(ranks, method, *arguments)
 
     def revive(self, rank: int) -> None:
-        """Put another worker in place of one that is lost. Raises SyncError if its weights are not the trainers'."""
-        self._joined = False
-        super().revive(rank)
-        self._trainers.call_one(0, "write_weights")
-        (self.folder / WEIGHTS).replace(self.folder / GIVEN)
-        self.call_one(rank, "build", self._recipe, True)
+        """Put another worker in place of one that is lost, and in place of that one if it is lost, too.
+
+        Raises SyncError if its weights are not the trainers'.
+        """
+        self._joined, lost, held = False, True, None
+        forward = [] if self._forward is None else [("engine.set_forward", self._forward)]
+        calls: list[tuple[Any, ...]] = [("build", self._recipe, True), ("serve", self._version), *forward, ("held",)]
+        while lost:
+            super().revive(rank)
+            self._trainers.call_one(0, "write_weights")
+            (self.folder / WEIGHTS).replace(self.folder / GIVEN)
+            for call in calls:
+                held = self.ask(rank, *call)
+                if lost := held is LOST:
+                    break
         (self.folder / GIVEN).unlink(missing_ok=True)
-        self.call_one(rank, "serve", self._version)
-        truth, held = self._trainers.call_one(0, "held"), self.call_one(rank, "held")
-        if truth != held:
+        if self._trainers.call_one(0, "held") != held:
             where = f"rank {self.ranks[rank]}, which replaces a lost worker"
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
-        if self._forward is not None:
-            self.call_one(rank, "engine.set_forward", self._forward)
 
     def feed(self, version: int) -> None:
         """Send the trainers' weights to all, which become this version. Raises the first error."""

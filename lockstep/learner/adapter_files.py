@@ -36,6 +36,8 @@ _PLAIN = re.compile(r"[\w.\\^$-]*")
 """An expression that cannot take long: nothing in it repeats."""
 _PART = re.compile(r"(lora|vera|oft|boft|hra|hada|lokr|ia3|miss|delora|randlora)_")
 """Prefix of PEFT's names of an adapter's parameters."""
+_CHANGE_BASE = (*RESIDUAL_INITS, "corda", "loftq", "lora_ga")
+"""Initialisations that change the base, so that the adapter fits that base alone."""
 _MODULES = (".lora_A", ".lora_B")
 """Parts whose names in PEFT's files end with .weight."""
 
@@ -138,6 +140,13 @@ def read_adapter(folder: Path) -> AdapterFolder:
             f"{TENSORS} cannot be read: {error}", where=str(folder), fix="copy the folder again"
         ) from error
     base, residual = read_base(folder)
+    init = config.get("init_lora_weights")
+    if base is None and isinstance(init, str) and init.startswith(_CHANGE_BASE):
+        raise ModelError(
+            f"the adapter fits only a base that its initialisation ({init}) had changed",
+            where=str(folder),
+            fix="save it for the original base: PEFT's save_pretrained with path_initial_model_for_weight_conversion",
+        )
     _require_sane(config, tensors, folder)
     live = live_tensors(tensors, residual=bool(residual))
     return AdapterFolder(folder, config, live, base, residual)
@@ -154,6 +163,13 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
                 f"{CONFIG} gives {name} a rank of {str(rank)[:40]}, but no dimension of its tensors is larger than {largest}",
                 where=str(folder),
                 fix="save the adapter again, so that its config and its tensors belong together",
+            )
+    for name in ("r", "lora_alpha") if config.get("peft_type", "LORA") == "LORA" else ():
+        if not (isinstance(value := config.get(name, 1), int | float) and value > 0):
+            raise ModelError(
+                f"{CONFIG} gives {name} as {str(value)[:40]}, not as a number above 0",
+                where=str(folder),
+                fix=f"write the value that the adapter was trained with into {CONFIG}",
             )
     listed = [config.get(name) or () for name in ("modules_to_save", "layers_pattern")]
     words = [str(word) for words in (*patterns, *listed) for word in ([words] if isinstance(words, str) else words)]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.config.adapter import RESIDUAL_INITS
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, file_name, layers_of, read_adapter
 from lockstep.learner.adapter_start import START_A, START_B
@@ -136,13 +135,6 @@ def _config(found: AdapterFolder) -> Any:
 
     from lockstep.learner.lora_linear import LoraLinear
 
-    init = found.config.get("init_lora_weights")
-    if found.base is None and isinstance(init, str) and init.startswith(RESIDUAL_INITS):
-        raise ModelError(
-            f"the adapter fits only a base that its initialisation ({init}) had changed",
-            where=str(found.path),
-            fix="save it for the original base: PEFT's save_pretrained with path_initial_model_for_weight_conversion",
-        )
     config: Any = PeftConfig.from_pretrained(str(found.path))
     config.inference_mode = True
     config.target_modules = layers_of(file_name(name) for name in found.weights)

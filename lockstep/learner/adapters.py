@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 from torch import Tensor
 
-from lockstep.config.adapter import Adapter, Lora, NoAdapter, OtherPeft, adapter_name
+from lockstep.config.adapter import RESIDUAL_INITS, Adapter, Lora, NoAdapter, OtherPeft, adapter_name
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, read_adapter, trained_tensors
 from lockstep.learner.adapter_start import (
@@ -35,23 +35,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 METHODS = {
-    "ia3": "IA3Config",
-    "vera": "VeraConfig",
-    "oft": "OFTConfig",
-    "boft": "BOFTConfig",
-    "hra": "HRAConfig",
-    "loha": "LoHaConfig",
-    "lokr": "LoKrConfig",
-    "miss": "MissConfig",
-    "delora": "DeloraConfig",
-    "randlora": "RandLoraConfig",
-}
+    "ia3": "IA3Config", "vera": "VeraConfig", "oft": "OFTConfig", "boft": "BOFTConfig", "hra": "HRAConfig",
+    "loha": "LoHaConfig", "lokr": "LoKrConfig", "miss": "MissConfig", "delora": "DeloraConfig", "randlora": "RandLoraConfig",
+}  # fmt: skip
 """Names of PEFT's config classes."""
 OURS = (
     "target_modules", "exclude_modules", "modules_to_save", "bias", "task_type", "peft_type", "inference_mode",
     "fan_in_fan_out", "revision", "peft_version", "auto_mapping", "base_model_name_or_path",
 )  # fmt: skip
 """Options that are settings of ours, would train weights of the base, or have no effect here."""
+_HIDDEN = ("alpha_pattern", "layer_replication", "use_qalora")
+"""Settings of PEFT's LoRA that neither names nor shapes of its tensors show."""
 AWAY = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Share by which an adapter's start may change a layer's output: the size of rounding."""
 AWAY_ROUNDED = 0.05
@@ -339,7 +333,7 @@ def _options(adapter: OtherPeft) -> str:
 def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
     """Copy a saved adapter into a fresh one. Raises ModelError unless method, layers, shapes and scaling are equal."""
     own = dict(trained_tensors(model))
-    residual = adapter.init if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") else ""
+    residual = adapter.init if isinstance(adapter, Lora) and adapter.init in RESIDUAL_INITS else ""
     if start.residual != residual:
         kind = f"with adapter.init={start.residual}" if start.residual else "without adapter.init=pissa or olora"
         raise ModelError(
@@ -372,16 +366,18 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
 
 def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
     """Compare settings that shapes do not show: the scaling of LoRA, the options of the others."""
-    if isinstance(adapter, Lora):
-        config = start.config
-        rank = int(config.get("r", adapter.rank))
-        scaling = float(config.get("lora_alpha", 0)) / (rank**0.5 if config.get("use_rslora") else rank)
+    config = start.config
+    if isinstance(adapter, Lora) and (strange := [name for name in _HIDDEN if config.get(name)]):
+        same, told = False, f"settings that a recipe has not: {', '.join(strange)}"
+    elif isinstance(adapter, Lora):
+        rank = config.get("r", adapter.rank)
+        scaling = config.get("lora_alpha", 0) / (rank**0.5 if config.get("use_rslora") else rank)
         same = abs(scaling - adapter.scaling) <= 1e-9 * adapter.scaling
         told = f"scaling {scaling:g}, but the recipe gives {adapter.scaling:g}"
     else:
         ours = model.peft_config["default"].to_dict()
         skip = {*OURS, "base_model_name_or_path", "peft_version", "revision", "auto_mapping", "feedforward_modules"}
-        differing = sorted(k for k in start.config.keys() & ours.keys() - skip if start.config[k] != ours[k])
+        differing = sorted(k for k in config.keys() & ours.keys() - skip if config[k] != ours[k])
         same, told = not differing, f"values of {', '.join(differing)} that differ from the recipe's"
     if not same:
         raise ModelError(

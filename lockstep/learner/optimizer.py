@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from lockstep.learner.optimizers import Inner, build_inner, describe_inner
 
 NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 """Types of plain numbers in the state of a user's optimizer, which are saved as tensors under KEY~TYPE."""
+GROUP = "group:"
+"""Beginning of the keys of what a user's optimizer keeps in its parameter groups, such as a count of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,20 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(_noter(self.collected))
         self._inner = build_inner(settings, self._masters, whole)
         self._of = {name: inner for inner in self._inner for name in inner.names}
+        self._groups = {
+            name: group for inner in self._inner if inner.keys is None for name, group in self._grouped(inner)
+        }
+        self._built = {name: copy.deepcopy(_settings(group)) for name, group in self._groups.items()}
+        """A user's parameter group of each master, and what it held at first."""
         self._host = HostState(self._parameters, self._masters, self._inner) if offload else None
         held = "" if self._host is None else self._host.note
         self.note = "; ".join(filter(None, (describe_inner(self._inner, self._masters), held)))
         """Line for the log, unless it is plain AdamW."""
+
+    def _grouped(self, inner: Inner) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each master's name with its parameter group."""
+        names = {id(self._masters[name]): name for name in inner.names}
+        return ((names[id(one)], group) for group in inner.optimizer.param_groups for one in group["params"])
 
     def before_backward(self) -> None:
         """Do nothing: nothing is being sent (see ShardedOptimizer)."""
@@ -137,6 +151,11 @@ class MasterOptimizer:
             for key, value in self._of[name].optimizer.state.get(master, {}).items():
                 label, tensor = _stored(key, value, self._of[name])
                 state[f"{label}.{name}"] = tensor
+        for name, group in self._groups.items():
+            for key, value in _settings(group).items():
+                if isinstance(value, Tensor) or value != self._built[name].get(key):
+                    label, tensor = _stored(f"{GROUP}{key}", value, self._of[name])
+                    state[f"{label}.{name}"] = tensor
         return state
 
     @torch.no_grad()
@@ -158,6 +177,8 @@ class MasterOptimizer:
             if kept[name]:
                 inner, host = self._of[name], {} if self._host is None else self._host.keep(name, kept[name])
                 live = dict(_live(k, t, inner, master) for k, t in kept[name].items() if k not in host)
+                for key in [key for key in live if key.startswith(GROUP)]:
+                    self._groups[name][key.removeprefix(GROUP)] = live.pop(key)
                 inner.optimizer.state[master] = live | host
 
     def _master(self, name: str) -> Tensor:
@@ -203,6 +224,11 @@ def _master_of(parameter: nn.Parameter, *, stand_in: bool) -> nn.Parameter:
     return nn.Parameter(parameter.detach().float())
 
 
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group holds, but for its parameters and the rate, which the schedule sets."""
+    return {key: value for key, value in group.items() if key not in ("params", "lr")}
+
+
 def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
     """Return a piece of an optimizer's state with the name under which it is saved."""
     if isinstance(key, str) and not set(key) & set(".~"):
@@ -213,7 +239,7 @@ def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
     raise CheckpointError(
         f"the optimizer's state {key!r} is a {type(value).__name__}, which cannot be saved",
         where=inner.path,
-        fix="keep tensors and numbers under plain names in self.state[parameter]",
+        fix="keep tensors and numbers under plain names in self.state[parameter] or in the group",
     )
 
 

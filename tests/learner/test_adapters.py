@@ -18,7 +18,7 @@ from lockstep.build.warm_start import read_weights
 from lockstep.checkpoint.store import open_checkpoint
 from lockstep.config.schema import Lora, NoAdapter, OtherPeft, Recipe
 from lockstep.errors import ModelError
-from lockstep.learner.adapter_files import Base, save_adapter
+from lockstep.learner.adapter_files import BASE, CONFIG, Base, save_adapter
 from lockstep.learner.adapters import attach, describe
 from lockstep.learner.learner import TorchLearner
 from lockstep.run.state import save_checkpoint
@@ -275,6 +275,26 @@ def test_a_start_of_another_shape_is_refused(changed: dict[str, Any], told: str,
     with pytest.raises(ModelError, match=told) as caught:
         adapted(Lora.model_validate({"rank": 4, "alpha": 6, "start": str(folder)} | changed))
     assert caught.value.where == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"alpha_pattern": {"q_proj": 64}}, "settings that a recipe has not: alpha_pattern"),
+        ({"init_lora_weights": "pissa"}, r"fits only a base that its initialisation \(pissa\) had changed"),
+        ({"r": 0}, "gives r as 0, not as a number above 0"),
+        ({"lora_alpha": None}, "gives lora_alpha as None"),
+        ({"lora_alpha": "x"}, "gives lora_alpha as x"),
+    ],
+    ids=str,
+)
+def test_settings_that_no_shape_shows_are_refused(setting: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, Lora(rank=4, alpha=6))
+    (folder / BASE).unlink()
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | setting))
+    with pytest.raises(ModelError, match=told):
+        adapted(Lora(rank=4, alpha=6, start=str(folder)))
 
 
 def test_a_start_of_another_base_is_refused(tmp_path: Path) -> None:

@@ -116,6 +116,26 @@ class NoDecay(torch.optim.Optimizer):
         raise RuntimeError("no step today")
 
 
+class Warm(torch.optim.Optimizer):
+    def __init__(self, params, lr, warm: int = 5, betas: tuple = (0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "warm": warm, "k": 0, "total": None, "betas": betas})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            norm = sum(p.grad.square().sum() for p in group["params"]).sqrt()
+            group["total"] = norm if group["total"] is None else group["total"] + norm
+            for p in group["params"]:
+                p.sub_(p.grad / group["total"], alpha=group["lr"] * min(1.0, group["k"] / group["warm"]))
+
+
+class OddGroup(Warm):
+    def step(self):
+        super().step()
+        self.param_groups[0]["betas"] = (0.5, 0.5)
+
+
 class Odd(Mine):
     def step(self):
         super().step()
@@ -142,11 +162,12 @@ def kinds(own: Path) -> dict[str, Optimizer]:
         "8bit": AdamW(states="8bit"),
         "muon": Muon(weight_decay=0.1),
         "python": PythonOptimizer(path=f"{own}:Mine", settings={"decay": 0.25}, weight_decay=0.1),
+        "group": PythonOptimizer(path=f"{own}:Warm", settings={"warm": 5}),
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "8bit", "muon", "python"])
+@pytest.mark.parametrize("kind", ["adamw", "8bit", "muon", "python", "group"])
 def test_a_restored_optimizer_continues_bit_by_bit(own: Path, kind: str, dtype: torch.dtype):
     settings = kinds(own)[kind]
 
@@ -222,6 +243,11 @@ def test_what_fails_says_where(own: Path):
     loss_of(given, 0).backward()
     odd.step(0.1)
     with pytest.raises(CheckpointError, match="the optimizer's state 'history' is a list"):
+        odd.tensors()
+    odd = MasterOptimizer(given, PythonOptimizer(path=f"{own}:OddGroup"))
+    loss_of(given, 0).backward()
+    odd.step(0.1)
+    with pytest.raises(CheckpointError, match="the optimizer's state 'group:betas' is a tuple"):
         odd.tensors()
 
 

@@ -1,0 +1,59 @@
+"""A worker that takes the place of a lost one, and is lost itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.process_workers import LOST, Workers
+from lockstep.cluster.samplers import Samplers
+from lockstep.cluster.wire import GIVEN, WEIGHTS
+from lockstep.types import Forward
+
+
+class Dying:
+    """Processes of which the sampler's dies once, in one method."""
+
+    timeout = 1.0
+
+    def __init__(self, folder: Path, dies_in: str) -> None:
+        self.folder, self.dies_in = folder, dies_in
+        self.calls: list[str] = []
+        self.replaced = 0
+        self._asked: dict[int, str] = {}
+
+    def replace(self, rank: int) -> None:
+        self.replaced += 1
+
+    def start(self, ranks: Sequence[int], method: str, *arguments: object) -> None:
+        self._asked |= dict.fromkeys(ranks, method)
+
+    def results(self, seconds: float, ranks: Collection[int]) -> dict[int, Any]:
+        return {rank: self._result(rank, self._asked.pop(rank)) for rank in ranks}
+
+    def _result(self, rank: int, method: str) -> object:
+        if rank == 0:
+            if method == "write_weights":
+                (self.folder / WEIGHTS).write_text("weights")
+            return "weights"
+        self.calls.append(method)
+        if method == self.dies_in:
+            self.dies_in = ""
+            return LOST
+        return (self.folder / GIVEN).read_text() if method in ("build", "held") else None
+
+
+@pytest.mark.parametrize("dies_in", ["build", "serve", "engine.set_forward", "held"])
+def test_a_worker_that_dies_while_it_replaces_another_is_replaced_too(tmp_path: Path, dies_in: str) -> None:
+    processes: Any = Dying(tmp_path, "")
+    samplers = Samplers(processes, range(1, 2), Workers(processes, range(1)), "{}")
+    samplers.call("engine.set_forward", Forward())
+    processes.dies_in, processes.calls = dies_in, []
+    samplers.revive(0)
+    whole = ["build", "serve", "engine.set_forward", "held"]
+    assert processes.calls == [*whole[: whole.index(dies_in) + 1], *whole]
+    assert processes.replaced == 2
+    assert not (tmp_path / GIVEN).exists()
