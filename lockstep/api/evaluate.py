@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from lockstep.commands.compare import compare_pair, find_pairs, lines_of
+from lockstep.config.evaluate import Role
+from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.evaluation.collect import Pair
@@ -50,6 +52,10 @@ def evaluate(
     from lockstep.scoring.score import ScoreOptions, score_targets
     from lockstep.scoring.targets import find_target
 
+    if items is not None and items < 1:
+        raise ConfigError([f"items={items}: at least one item is scored"])
+    if role is not None and role not in get_args(Role):
+        raise ConfigError([f"role={role}: no such set of items; there are {', '.join(get_args(Role))}"])
     recipes = [] if recipe is None else [os.fspath(recipe)]
     found = find_target(os.fspath(target), recipes, overrides, step)
     options = ScoreOptions(

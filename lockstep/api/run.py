@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
@@ -84,12 +85,12 @@ class Run(os.PathLike[str]):
         rows = [row for file in files for row in _score_rows(file)]
         return _pandas().DataFrame(rows, columns=list(_SCORE_COLUMNS)).sort_values("step", ignore_index=True)
 
-    def rollouts(self, step: int | Sequence[int] | None = None) -> pd.DataFrame:
+    def rollouts(self, step: SupportsIndex | Iterable[SupportsIndex] | None = None) -> pd.DataFrame:
         """Return a row per graded reply of a step, of several, or of all that are stored; grade metrics are columns metric/…
 
         Raises RunDirectoryError if a step's rollouts are not stored.
         """
-        steps = rollout_steps(self._directory) if step is None else [step] if isinstance(step, int) else step
+        steps = rollout_steps(self._directory) if step is None else _steps(step)
         names = [field.name for field in fields(RolloutRow)]
         rows = [
             {"step": one, "question": row.messages[-1]["content"] if row.messages else ""}
@@ -135,3 +136,8 @@ def _pandas() -> Any:
     except ImportError as error:
         raise MachineError("pandas is not installed", fix="pip install 'lockstep-rl[notebook]'") from error
     return pandas
+
+
+def _steps(step: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
+    """Return steps as whole numbers; those of an index or a column are numpy's."""
+    return [index(one) for one in (step if isinstance(step, Iterable) else [step])]

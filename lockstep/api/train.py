@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from os import PathLike
 from typing import Any
 
 from lockstep.api.run import Run
-from lockstep.config.load import layer_of, load, require_task
+from lockstep.config.load import layer_of, load, require_task, use_paths
 from lockstep.config.run_names import fill_name
 from lockstep.config.schema import Recipe
 from lockstep.config.section import Section
@@ -33,6 +34,7 @@ def train(recipe: Recipe | str | PathLike[str], *overrides: str, **settings: obj
     the run stopped it; any other LockstepError says what is wrong. The run's folder remains: `Run(path).state` has the reason.
     """
     chosen = fill_name(require_task(_recipe(recipe, *overrides, **settings)))
+    use_paths(chosen)
     _prepare()
     from lockstep.loops.start import start_run
 
@@ -46,6 +48,7 @@ def resume(run: Run | str | PathLike[str], *health: str, steps: int | None = Non
     """
     found = Run(run)
     if found.state.name != "finished" or steps is not None:
+        use_paths(found.recipe)
         _prepare()
         from lockstep.loops.start import resume_run
 
@@ -57,7 +60,17 @@ _recipe = recipe  # `train` has an argument of that name
 
 
 def _override(name: str, value: object) -> str:
-    return f"{name.replace('__', '.')}={json.dumps(value, default=_plain)}"
+    return f"{name.replace('__', '.')}={_PAIR.sub(_one_character, json.dumps(value, default=_plain))}"
+
+
+_PAIR = re.compile(r"\\\\|\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
+"""An escaped backslash, or a character that JSON escapes as two halves, which YAML takes for two."""
+
+
+def _one_character(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    return f"\\U{0x10000 + (int(found[1], 16) - 0xD800 << 10) + int(found[2], 16) - 0xDC00:08x}"
 
 
 def _plain(value: object) -> Any:

@@ -100,7 +100,9 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, 
 
 def finished_run(recipe: Recipe) -> RunDirectory:
     """Return the finished run of a recipe: read, continued or made. Raises RunDirectoryError for a run of another recipe."""
-    from lockstep.loops.sft_data import with_steps
+    from lockstep.build.opponents import pinned_opponents
+    from lockstep.build.warm_start import pinned
+    from lockstep.loops.preflight import with_known_steps
     from lockstep.loops.start import resume_run, start_run
     from lockstep.track.rundir import RunDirectory, is_run, never_began
     from lockstep.track.state import state_of
@@ -109,7 +111,7 @@ def finished_run(recipe: Recipe) -> RunDirectory:
     if not is_run(path) or never_began(path):
         return start_run(recipe)
     found = RunDirectory.open(path)
-    if found.recipe_yaml() != dump(with_steps(recipe)):
+    if found.recipe_yaml() != dump(with_known_steps(pinned_opponents(pinned(recipe)))):
         raise RunDirectoryError(
             "a run of a different recipe already exists", where=str(path), fix="choose another name: --name NAME"
         )
@@ -178,8 +180,8 @@ def report(a: RunDirectory, b: RunDirectory) -> list[str]:
     lines = plain_table("means over steps", columns, table).split("\n")
     try:
         pairs, _ = find_pairs([str(a.path), str(b.path)])
+        for pair in pairs:  # the setting may be one that scores are measured under: their lines say so
+            lines += ["", *lines_of(pair, compare_pair(pair, True, None), items=False)]
     except EvaluationError as error:
         return [*lines, "", f"no scores to compare: {error.what}"]
-    for pair in pairs:
-        lines += ["", *lines_of(pair, compare_pair(pair, False, None), items=False)]
     return lines

@@ -96,7 +96,10 @@ def _target(args: argparse.Namespace) -> Target:
 def _token(path: Path | None) -> str:
     """Return the token in a file, or a new one, which is written there for its owner alone."""
     if path is not None and path.exists():
-        token = path.read_text(encoding="utf-8").strip()
+        try:
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{path}: it cannot be read: {error}"], fix="give a file with a token") from error
         if len(token) < 16 or not token.isascii() or not token.isprintable():
             raise ConfigError(
                 [f"{path}: a token must have at least 16 ASCII characters"],

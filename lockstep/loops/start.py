@@ -261,6 +261,9 @@ def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, l
     lines = [*material.notes, *rows.notes, f"first row, ⟦what carries loss⟧:\n{preview(rows, parts.policy.chat)}"]
     for line in lines:
         logger.say(line)
+    if left := len(material.train) - len(rows.train):
+        passes = recipe.steps * settings.sequences_per_step / len(rows.train)
+        logger.warn(f"{left} rows are left out, so the {recipe.steps} steps are {passes:.3g} passes over the rest")
     facts = {"origin": material.origin, "content_hash": material.content_hash, "train": len(rows.train)}
     facts |= {"validation": len(rows.validation), "dropped": rows.dropped, "truncated": rows.truncated}
     require_same_data(logger.run.manifest(), {"sft": facts})

@@ -76,7 +76,7 @@ def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
 
 def count_training_rows(settings: schema.FileTask) -> int:
     """Return the number of rows that the task trains on, without trying them on the verifier. Raises DataError."""
-    rows = open_rows(settings.data, where="task.data")
+    rows = open_rows(settings.data, where="task.data", whole=reads_rows(settings.verifier))
     train = rows.prompts(rows.name)
     if "id_probe" not in settings.heldout and settings.heldout_rows:
         return len(split(train, settings.heldout_rows, where=rows.origin).train)

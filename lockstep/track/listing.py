@@ -8,10 +8,11 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import CheckpointError, LockstepError, RunLockedError
 from lockstep.track.catalogue import accuracies
 from lockstep.track.lock import Lock
-from lockstep.track.places import checkpoints_of, drop_empty, twin_of
+from lockstep.track.places import drop_empty, twin_of
 from lockstep.track.rundir import LOCK, RunDirectory, is_run, never_began
 from lockstep.track.state import state_of
 from lockstep.track.writer import StepRecord, read_metrics
@@ -104,9 +105,11 @@ def removable(folder: Path) -> Iterator[Removable]:
 
 
 def _own(run: Path) -> list[Path]:
-    """Return the checkpoints that are a run's alone; none if they are on a disk that is not there, or its copy has them too."""
+    """Return the whole checkpoints that are a run's alone, by step; none if they are on a disk that is not there, or its copy has
+    them too.
+    """
     try:
-        return sorted(checkpoints_of(run).glob("step_*")) if twin_of(run) is None else []
+        return [one.path for one in list_checkpoints(run) if one.complete] if twin_of(run) is None else []
     except CheckpointError:
         return []
 

@@ -135,10 +135,11 @@ class Trackio:
             import trackio
             from trackio.sqlite_storage import SQLiteStorage
 
-            self._trackio, self._last = trackio, SQLiteStorage.get_last_step(run.project, run.name)
+            name = f"{run.name}-{run.id[:6]}"  # runs are found again by their name alone, and others may have the same
+            self._trackio, self._last = trackio, SQLiteStorage.get_last_step(run.project, name)
             self._run = trackio.init(
                 project=run.project,
-                name=run.name,
+                name=name,
                 group=run.group,
                 resume="allow" if run.resumed else "never",
                 config=dict(run.recipe),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lockstep
 from lockstep.api.figure import RunFigure
-from lockstep.config.load import dump, load
-from lockstep.errors import ConfigError, HealthStop, Interrupted, RunDirectoryError, RunLockedError
+from lockstep.config.load import CACHES, dump, load
+from lockstep.errors import ConfigError, HealthStop, Interrupted, LockstepError, RunDirectoryError, RunLockedError
 from lockstep.track.rundir import RunDirectory, manifest_facts
 from tests.gallery import Gallery
 from tests.loops.runs import LORA, NO_EVAL, numbers, terminate_in, words
@@ -50,6 +52,11 @@ def test_a_recipe_from_settings_is_that_of_the_command_line():
     assert dump(made) == dump(typed)
     again = lockstep.recipe(made, "steps=30", adapter=made.adapter)
     assert dump(again) == dump(load(["quickstart", "optimizer.lr=1e-5", "adapter={kind: lora, rank: 4}", "steps=30"]))
+
+
+def test_texts_of_settings_arrive_as_they_are():
+    for text in ("Hi 😀", "\\ud83d\\ude00", "a\u2028b", 'say "7"\n', "\\\\😀"):
+        assert lockstep.recipe("quickstart", chat__system=text).chat.system == text
 
 
 def test_mistakes_in_settings_are_all_named_with_the_nearest_names():
@@ -121,6 +128,8 @@ def test_a_run_that_another_process_writes_is_locked_and_running(tmp_path: Path,
 def test_the_frames_of_a_run(run: lockstep.Run):
     assert run.recipe.name == "lora"
     assert run.metrics.loc[3, "reward/mean"] == pytest.approx(run.rollouts(3)["reward"].mean())
+    last = run.metrics.index[-1]  # numpy's
+    assert run.rollouts(last).equals(run.rollouts([last]))
     every = run.rollouts()
     assert sorted(every["step"].unique()) == [1, 2, 3]
     assert len(every) == 3 * 2 * 4
@@ -161,6 +170,20 @@ def test_scores_are_measured_and_compared(gallery: Gallery, tmp_path: Path):
     (compared,) = [one for one in lockstep.compare(run) if one.pair.after.brief.score.conditions.mode == "greedy"]
     assert compared.comparisons[0].trained == run.scores.query("step == 3 and mode == 'greedy'").iloc[0]["value"]
     assert "McNemar" in str(compared)
+
+
+@pytest.mark.parametrize(("asked", "told"), [({"role": "bogus"}, "id_probe"), ({"items": 0}, "at least one item")])
+def test_options_that_no_evaluation_has_are_refused(run: lockstep.Run, asked: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        lockstep.evaluate(run, **asked)
+
+
+def test_a_cache_of_the_recipe_serves_training_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in CACHES:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(LockstepError):
+        lockstep.train("quickstart", f"paths.cache={tmp_path}", f"model.path={tmp_path}/nothing")
+    assert os.environ["HF_HOME"] == f"{tmp_path}/huggingface"
 
 
 def test_a_loop_of_your_own_trains(tmp_path: Path, tiny_model_dir: Path):

@@ -61,6 +61,25 @@ def test_two_runs_are_trained_and_compared_and_a_second_call_reads_them(
     assert "a run of a different recipe already exists" in capsys.readouterr().err
 
 
+def test_a_setting_that_scores_depend_on_is_compared_and_says_so(
+    home: Path, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = words(home / "heat", model, *LORA, "steps=1", "eval.modes=greedy")
+    assert cli.main(["ab", *given, "--set", "rollout.max_tokens=5"]) == 0
+    shown = capsys.readouterr().out
+    assert "max_tokens: 6 → 5" in shown
+    assert "conditions differ" in shown
+    assert "conditions differ" in (home / "heat" / "runs" / "run-ab.txt").read_text()
+
+
+def test_a_pair_with_passes_over_the_data_is_read_again(home: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+    folder = home / "passes"
+    given = words(folder, model, *LORA, "eval.enabled=false", "epochs=0.1875")
+    command = ["ab", *given, "--set", "optimizer.lr=0.05"]
+    assert [cli.main(command), cli.main(command)] == [0, 0]
+    assert RunDirectory.open(folder / "runs" / "run-a").attempt == 1
+
+
 def test_another_grader_in_the_second_run_is_noticed(home: Path, model: Path, capsys: pytest.CaptureFixture[str]):
     folder = home / "edited"
     given = words(folder, model, *LORA, "steps=1", "eval.enabled=false")

@@ -85,17 +85,20 @@ def test_the_best_known_score_is_over_all_runs(runs: Path, capsys: pytest.Captur
 
 def test_gc_says_what_it_would_remove_and_then_removes_it(runs: Path, capsys: pytest.CaptureFixture[str]):
     listed(runs, capsys, "archive", "scored")
-    saved = sorted(path.name for path in (runs / "scored" / "checkpoints").iterdir())
+    folder = runs / "scored" / "checkpoints"
+    saved = sorted(path.name for path in folder.iterdir())
     assert len(saved) == 3
+    damaged = shutil.copytree(folder / saved[-1], folder / "step_000099")
+    next(damaged.glob("*.safetensors")).write_bytes(b"cut off")
     would = listed(runs, capsys, "gc")
     assert sum(line.startswith("would remove") for line in would) == 3
     assert (runs / "begun").exists()
     with RunDirectory.resume(runs / "scored", {}):  # a process writes there: left alone
         listed(runs, capsys, "gc", "--yes")
         assert not (runs / "begun").exists()
-        assert len(list((runs / "scored" / "checkpoints").iterdir())) == 3
+        assert len(list(folder.iterdir())) == 4
     listed(runs, capsys, "gc", "--yes")
-    assert [path.name for path in (runs / "scored" / "checkpoints").iterdir()] == saved[-1:]
+    assert sorted(path.name for path in folder.iterdir()) == [saved[-1], damaged.name]  # the newest that is whole stays
     assert "nothing to remove" in listed(runs, capsys, "gc")[0]
 
 

@@ -247,6 +247,12 @@ def test_rows_that_are_too_long_are_counted(tmp_path: Path, tiny_model_dir: Path
     assert any("1 rows dropped" in note or "1 truncated" in note for note in rows.notes)
 
 
+def test_a_run_says_how_often_it_sees_what_is_left(tmp_path: Path, tiny_model_dir: Path):
+    long_rows(tmp_path)
+    run = sft_runs.trained(tmp_path, tiny_model_dir, *NO_EVAL, sft_of(tmp_path, "drop"))
+    assert "1 rows are left out, so the 2 steps are 1 passes over the rest" in (run.path / "log.txt").read_text()
+
+
 def test_a_row_that_is_too_long_stops_unless_said_otherwise(tmp_path: Path, tiny_model_dir: Path):
     recipe = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, sft_of(tmp_path, "stop"))
     long_rows(tmp_path)

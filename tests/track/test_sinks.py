@@ -105,7 +105,8 @@ def test_trackio_stays_local_even_where_the_environment_names_a_hub(tmp_path: Pa
         assert "ASKED THE NETWORK: []" in attempt(tmp_path / "run", "trackio", first, **hub)
     with sqlite3.connect(tmp_path / "store" / "crates.db") as database:
         rows = database.execute("select run_name, step, json_extract(metrics, '$.reward/mean') from metrics").fetchall()
-    assert [row[:2] for row in rows] == [("demo", step) for step in (1, 2, 3, 4, 5)]
+    identity = json.loads((tmp_path / "run" / "trackers" / "trackio.json").read_text())["id"]
+    assert [row[:2] for row in rows] == [(f"demo-{identity[:6]}", step) for step in (1, 2, 3, 4, 5)]
     with sqlite3.connect(tmp_path / "store" / "crates.db") as database:
         assert database.execute("select count(distinct run_id) from metrics").fetchall() == [(1,)]
 
