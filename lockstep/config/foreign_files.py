@@ -26,7 +26,7 @@ MARKS: Mapping[System, str] = {
 """Words by which a file of each system is known."""
 CONFIGS = ("GRPOConfig", "TrainingArguments")
 LORA_DEFAULTS: Mapping[str, Json] = {"use_peft": True, "lora.r": 8, "lora.lora_alpha": 8}
-"""What a LoraConfig without keywords sets."""
+"""Settings of a LoraConfig without keywords."""
 
 
 def read_settings(path: Path) -> tuple[str, dict[str, Json]]:
