@@ -39,7 +39,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     translate.add_argument(
         "--from", dest="system", choices=list(SYSTEMS), help="the file's system; else its words tell"
     )
-    translate.add_argument("--ranks", type=int, default=1, help="processes of accelerate or torchrun (TRL; default 1)")
+    translate.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes of accelerate or torchrun (TRL; default: as the file says, else 1)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             action="append",
             default=[],
             metavar="SOURCE",
-            help="also compare with this evaluation set; again for more",
+            help="also compare with this evaluation set, of which {source: …, prompt: …} names the columns; again for more",
         )
     stats.add_argument("--limit", type=int, metavar="N", help="count prompts of more than N tokens")
     show.add_argument("-n", type=int, default=3, metavar="N", help="how many rows (default 3)")
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from lockstep.data.sets import sets_of
 
     recipe = recipe_of(args.target)
-    sets = [*sets_of(recipe), *_against(getattr(args, "against", []))]
+    sets = list(sets_of(recipe))
+    sets += _against(getattr(args, "against", []), sets[0].data)
     match args.action:
         case "check":
             return _check(recipe, sets)
@@ -106,23 +107,55 @@ def recipe_of(words: list[str]) -> Recipe:
     return load(["task.kind=file", f"task.data.source={json.dumps(target)}", *mapped])
 
 
-def _against(sources: list[str]) -> list[DataSet]:
-    from pydantic import ValidationError
-
+def _against(sources: list[str], target: Data) -> list[DataSet]:
+    from lockstep.data.load import AGAINST
     from lockstep.data.sets import DataSet
 
     found = []
     for number, source in enumerate(sources, start=1):
-        try:
-            data = Data(source=source)
-        except ValidationError as error:
-            raise ConfigError(
-                [f"--against {source}: {error.errors()[0]['msg'].removeprefix('Value error, ')}"]
-            ) from error
-        label = source.rstrip("/").rpartition("/")[2]
+        data = _columns_of_target(_data(source), target)
+        label = data.source.rstrip("/").rpartition("/")[2]
         stem = next((label.removesuffix(suffix) for suffix in FILE_SUFFIXES if label.endswith(suffix)), label)
-        found.append(DataSet(stem or f"against_{number}", "evaluation", f"--against {source}", data, False))
+        found.append(DataSet(stem or f"against_{number}", "evaluation", f"{AGAINST} {data.source}", data, False))
     return found
+
+
+def _data(source: str) -> Data:
+    """Return the source that --against names: a text, or a mapping {source: …, prompt: …}. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    from lockstep.config.text import parse
+
+    try:
+        return Data.model_validate(parse(source, "").value if source.startswith("{") else {"source": source})
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            what = f"no setting of a source; known are {', '.join(Data.model_fields)}"
+        at = "".join(f"{part}: " for part in first["loc"])
+        raise ConfigError([f"--against {source}: {at}{what}"]) from error
+
+
+def _columns_of_target(data: Data, target: Data) -> Data:
+    """Return the data with the columns that the target's settings name, if its first row has them and it names none itself."""
+    from lockstep.data.columns import BadRow, columns_of, value_at
+    from lockstep.data.load import open_rows
+    from lockstep.data.presets import preset_of
+
+    names = ("prompt", "answer", "extract")
+    given = {name: getattr(target, name) for name in names if getattr(target, name) is not None}
+    if not given or preset_of(data) or any(getattr(data, name) is not None for name in (*names, "messages")):
+        return data
+    same = data.model_copy(update=given)
+    columns = columns_of(same)
+    try:
+        row = next(iter(open_rows(same.model_copy(update={"on_bad_row": "drop"}), where="--against")))
+        value_at(row.values or {}, columns.prompt)
+        value_at(row.values or {}, columns.answer)
+    except (BadRow, DataError, StopIteration):  # what is wrong with the data is said when all of it is read
+        return data
+    return same
 
 
 def _parts(value: str) -> list[Part]:

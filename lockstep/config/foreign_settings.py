@@ -33,6 +33,7 @@ class Entry(Section):
     values: dict[str, Json] = Field(default={})
     times: list[str | list[str]] = Field(default=[])
     when: dict[str, list[Json] | Literal["set", "positive"]] = Field(default={})
+    unless: dict[str, str] = Field(default={})
     rule: str = ""
     unit: str = ""
     here: str = ""
@@ -62,15 +63,25 @@ class Foreign:
 
     system: System
     given: Mapping[str, Json]
-    ranks: int = 1
-    """Processes that train together, where the file does not say it."""
+    ranks: int | None = None
+    """Processes that train together; none takes the number that the launcher was given."""
+
+    @property
+    def processes(self) -> int | None:
+        """Processes that train together, if anything says it."""
+        if self.ranks is not None or self.system != "trl":
+            return self.ranks
+        whole, each, nodes = self["num_processes"], self["nproc_per_node"], self["nnodes"]
+        if isinstance(whole, int) or not isinstance(each, int):
+            return whole if isinstance(whole, int) else None
+        return each * (nodes if isinstance(nodes, int) else 1)
 
     def __getitem__(self, name: str) -> Json:
         return self.given[name] if name in self.given else entry_of(self.system, name).there
 
     def number(self, name: str) -> float:
         """Return a setting as a number; `ranks` is one. Raises Missing for any other value."""
-        value = self.ranks if name == "ranks" else self[name]
+        value = (self.processes or 1) if name == "ranks" else self[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Missing(f"{name} = {quoted(value)} is not a number: work the value out and set it")
         return value

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from lockstep.config.foreign_settings import SYSTEMS, Entry, Foreign, Missing, System, entry_of, table
+from lockstep.config.foreign_shell import UNRESOLVED
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.config.section import Json
@@ -62,8 +63,11 @@ class Translation:
         return "\n".join(lines) + "\n"
 
 
-def translate(system: System, settings: Mapping[str, Json], ranks: int = 1) -> Translation:
-    """Translate the settings of a file. Raises ConfigError if the recipe that follows from them is none."""
+def translate(system: System, settings: Mapping[str, Json], ranks: int | None = None) -> Translation:
+    """Translate the settings of a file. Raises ConfigError if the recipe that follows from them is none.
+
+    `ranks` processes train together (TRL); none takes what the file says of them.
+    """
     given: dict[str, Json] = {}
     spelled: dict[str, str] = {}
     fields: list[Field] = []
@@ -74,10 +78,14 @@ def translate(system: System, settings: Mapping[str, Json], ranks: int = 1) -> T
             fields.append(Field(name, value, "unknown", _hint(system, name)))
             continue
         key = name if entry.name.startswith("?") or "*" in entry.name else entry.name
+        if key in given and given[key] != value:
+            said = f"{name} is the same setting, and its value was taken"
+            fields.append(Field(spelled[key], given[key], "no counterpart", said))
         given[key], spelled[key] = value, name
     foreign = Foreign(system, given, ranks)
     tree: dict[str, Any] = {}
     defaults: list[tuple[Field, dict[str, Json]]] = []
+    made: list[tuple[Field, dict[str, Json]]] = []
     silent = (entry.name for entry in table()[system] if "there" in entry.model_fields_set and entry.name not in given)
     for key in [*silent, *given]:
         entry = entry_of(system, key)
@@ -85,20 +93,43 @@ def translate(system: System, settings: Mapping[str, Json], ranks: int = 1) -> T
         for path, value in found.items():
             _put(tree, path, value)
         if key in given:
-            fields.append(replace(field, name=spelled[key]))
+            field = replace(field, name=spelled[key])
+            made = [(_overwritten(one, theirs, field.name, found), theirs) for one, theirs in made]
+            made.append((field, found))
         elif field.fate == "no counterpart":
             fields.append(field)
         elif found:
             defaults.append((replace(field, fate="default there"), found))
+    fields += [field for field, _ in made]
     for section, kind in KINDS.items():
         if section in tree:
             tree[section].setdefault("kind", kind)
-    recipe = load_mapping(tree, where=f"the recipe translated from {SYSTEMS[system]}")
+    recipe = _checked(tree, fields, f"the recipe translated from {SYSTEMS[system]}")
     kept = _telling(tree, recipe, [found for _, found in defaults])
     fields += [field for field, found in defaults if found in kept]
     tree = _without(tree, (path for _, found in defaults if found not in kept for path in found))
     order = list(Recipe.model_fields)
     return Translation(dict(sorted(tree.items(), key=lambda item: order.index(item[0]))), tuple(fields))
+
+
+def _overwritten(field: Field, ours: Mapping[str, Json], later: str, theirs: Mapping[str, Json]) -> Field:
+    """Return a field with a note of those of its settings that a later one sets to another value."""
+    paths = [path for path, value in ours.items() if path in theirs and theirs[path] != value]
+    if not paths:
+        return field
+    said = f"{later} sets {', '.join(paths)}, too, and its value was taken"
+    if len(paths) == len(ours):
+        return replace(field, fate="no counterpart", said=said)
+    return replace(field, said=f"{field.said}; but {said}")
+
+
+def _checked(tree: dict[str, Any], fields: Iterable[Field], where: str) -> Recipe:
+    """Return the recipe. Raises ConfigError, which also says what has no counterpart: it may be why there is none."""
+    try:
+        return load_mapping(tree, where=where)
+    except ConfigError as error:
+        lost = [f"{one.name}={quoted(one.value)}: {one.said}" for one in fields if one.fate == "no counterpart"]
+        raise ConfigError([*error.mistakes, *lost], where=error.where, fix=error.fix) from None
 
 
 def _without(tree: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
@@ -132,8 +163,13 @@ def _translated(foreign: Foreign, entry: Entry, name: str) -> tuple[Field, dict[
     for other, allowed in entry.when.items():
         if not _holds(foreign[other], allowed):
             return Field(name, value, "no effect there", f"{other} is {quoted(foreign[other])}"), {}
+    for other, reason in entry.unless.items():
+        if foreign[other] is True:
+            return Field(name, value, "no counterpart", reason), {}
     try:
         found = _found(foreign, entry, value)
+        if found and (unknown := UNRESOLVED.search(f"{value} {list(found.values())}")):
+            raise Missing(f"the file does not say what {unknown[0]} is: write the value in its place")
     except Missing as missing:
         return Field(name, value, "no counterpart", str(missing)), {}
     if found:
@@ -145,7 +181,7 @@ def _translated(foreign: Foreign, entry: Entry, name: str) -> tuple[Field, dict[
 def _found(foreign: Foreign, entry: Entry, value: Json) -> dict[str, Json]:
     if entry.rule:
         return RULES[entry.rule](foreign, value)
-    key = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    key = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if key in entry.values:
         meant = entry.values[key]
         if isinstance(meant, str) and meant.startswith("!"):

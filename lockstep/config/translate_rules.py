@@ -140,7 +140,7 @@ def _openrlhf_kl(f: Foreign, value: Json) -> Found:
 
 def _trl_generation(f: Foreign) -> tuple[int, int]:
     """Return the samples of a step and those of an optimizer step."""
-    device = int(f.number("per_device_train_batch_size")) * f.ranks
+    device = int(f.number("per_device_train_batch_size")) * int(f.number("ranks"))
     update = device * int(f.number("gradient_accumulation_steps"))
     if f["generation_batch_size"] is not None:
         return int(f.number("generation_batch_size")), update
@@ -151,15 +151,20 @@ def _trl_batch(f: Foreign, value: Json) -> Found:
     samples, update = _trl_generation(f)
     each = int(f.number("num_generations"))
     if samples % each:
-        raise Missing(
-            f"{samples} samples of a generation are no whole number of prompts with {each} samples; TRL refuses it, too"
-        )
+        why = "TRL refuses it, too" if f.processes else "with ranks=1; for several processes give --ranks"
+        raise Missing(f"{samples} samples of a generation are no whole number of prompts with {each} samples; {why}")
     if samples % update:
         raise Missing(
             f"an optimizer step of {update} samples reaches over several generations of {samples}: set the batch"
         )
     found: Found = {"prompts_per_step": samples // each, "update.samples_per_update": update}
-    return found | ({"placement.gpus": f.ranks} if f.ranks > 1 else {})
+    return found | ({"placement.gpus": f.processes} if (f.processes or 1) > 1 else {})
+
+
+def _trl_ranks(f: Foreign, value: Json) -> Found:
+    if not isinstance(value, int) and f.ranks is None:
+        raise Missing("not a number of processes: give --ranks")
+    return {}
 
 
 def _trl_steps(path: str) -> Rule:
@@ -223,6 +228,7 @@ RULES: Mapping[str, Rule] = {
     "openrlhf_clip": _openrlhf_clip,
     "openrlhf_kl": _openrlhf_kl,
     "trl_batch": _trl_batch,
+    "trl_ranks": _trl_ranks,
     "trl_steps": _trl_steps("steps"),
     "trl_eval": _trl_steps("eval.every"),
     "trl_save": _trl_steps("save.every"),

@@ -189,7 +189,14 @@ def _finish(manifest: Manifest, folder: Path) -> Manifest:
 def _write_parts(
     parts: Sequence[tuple[str, Sequence[Prompt]]], folder: Path, format: Format, names: Names
 ) -> tuple[Output, ...]:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the output folder cannot be made: {error.strerror}",
+            where=str(folder),
+            fix="give --out a folder, new or empty, that you may write",
+        ) from error
     paths = [folder / f"{name}.{format}" for name, _ in parts]
     if there := next((path for path in (*paths, folder / MANIFEST) if path.exists()), None):
         raise DataError(

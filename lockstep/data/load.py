@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+import yaml
 
 from lockstep.config.data import Data
 from lockstep.data.columns import BadRow, Columns, columns_of, row_key, to_conversation, to_prompt, tools_of
@@ -19,6 +22,8 @@ from lockstep.errors import DataError
 from lockstep.types import Message, Prompt
 
 SHOWN_ROWS = 10
+AGAINST = "--against"
+"""The option that names an evaluation set; it begins the `where` of the rows."""
 HOPELESS = 1000
 """Number of bad rows without a good one after which reading stops: a column name is wrong."""
 _LINE = 300
@@ -61,12 +66,15 @@ class _Tally:
     read: int = 0
     kept: int = 0
     bad: int = 0
+    unreadable: int = 0
+    """Bad rows that have no columns at all."""
     problems: list[str] = field(default_factory=list)
     reasons: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The first reasons, each with the first row that has it and the number of such rows."""
 
     def note(self, row: Row, reason: object) -> None:
         self.bad += 1
+        self.unreadable += row.values is None
         first, count = self.reasons.get(str(reason), (f"{row.file.name}:{row.place}", 0))
         if count or len(self.reasons) < SHOWN_ROWS:
             self.reasons[str(reason)] = (first, count + 1)
@@ -225,17 +233,30 @@ class Rows:
         shown = "\n".join(lines)
         more = "; the first reasons" if sum(count for _, count in tally.reasons.values()) < tally.bad else ""
         first = "the first " if tally.hopeless else ""
-        fix = f"correct or remove these rows, or set {self.where}.on_bad_row=drop"
-        if tally.bad == tally.read:
+        fix = f"correct or remove these rows, or set {self._with(on_bad_row='drop')}"
+        if tally.unreadable == tally.read and not self.located.generator:
+            table = all(file.suffix.lower() == ".csv" for file in self.located.files)
             fix = (
-                f"set the columns of the question and the answer: {self.where}.prompt=COLUMN {self.where}.answer=COLUMN"
+                "save the file as UTF-8, every quotation closed, and each row with as many fields as the header"
+                if table
+                else "save the file as UTF-8 with one JSON object a line"
             )
+        elif tally.bad == tally.read:
+            fix = f"set the columns of the question and the answer: {self._with(prompt='COLUMN', answer='COLUMN')}"
         return DataError(
             f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}", where=self._place(), fix=fix
         )
 
+    def _with(self, **settings: str) -> str:
+        """Return the source with these settings, or the settings alone, as the command line takes them."""
+        if self.where.startswith(AGAINST):
+            tree = self.data.model_dump(mode="json", exclude_unset=True, exclude={"messages"}) | settings
+            text = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+            return f"{AGAINST} {shlex.quote(text.strip())}"
+        return " ".join(f"{self.where}.{name}={value}" for name, value in settings.items())
+
     def _place(self) -> str:
-        return f"{self.where}={self.origin}"
+        return self.where if self.where.startswith(AGAINST) else f"{self.where}={self.origin}"
 
     def _raw(self) -> Iterator[Row]:
         if self.located.generator:

@@ -57,6 +57,28 @@ def test_check_of_a_source_against_others(tmp_path: Path, told: Told) -> None:
     assert "the verifier cannot grade 1 of 1 questions" in text
 
 
+def test_against_takes_columns(tmp_path: Path, told: Told) -> None:
+    train = jsonl(tmp_path / "train.jsonl", [{"q": f"{n} + 1?", "answer": f"n #### {n + 1}"} for n in range(9)])
+    same = jsonl(tmp_path / "same.jsonl", [{"q": "1 + 1?", "answer": "n #### 2"}])
+    other = jsonl(tmp_path / "other.jsonl", [{"p": "1 + 1?", "r": "2"}])
+    settings = ("data", "check", train, "prompt=q", "extract=after_hashes", "--against")
+    assert "train  same            1      1           1        1" in told(*settings, same)[1]
+    code, text = told(*settings, other)
+    fix = f"--against '{{source: {other}, prompt: COLUMN, answer: COLUMN}}'"
+    assert (code, text.rstrip().endswith(f"set the columns of the question and the answer: {fix}")) == (4, True), text
+    named = fix.removeprefix("--against '").rstrip("'").replace("COLUMN", "p", 1).replace("COLUMN", "r")
+    assert "train  other           1      1           1        1" in told(*settings, named)[1]
+    code, text = told(*settings, f"{{source: {other}, colour: p}}")
+    assert (code, "colour: no setting of a source; known are source, preset" in text) == (2, True)
+
+
+@pytest.mark.parametrize("inside", ["", "zz"])
+def test_a_folder_that_cannot_be_made_is_refused(inside: str, tmp_path: Path, told: Told) -> None:
+    train = jsonl(tmp_path / "train.jsonl", sums(3))
+    code, text = told("data", "build", train, "--out", train / inside)
+    assert (code, "the output folder cannot be made" in text) == (4, True), text
+
+
 def test_stats_count_tokens_of_the_chat_format(tmp_path: Path, tiny_model_dir: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", [*sums(10), *sums(10), {"prompt": "7" * 300, "answer": 1}])
     code, text = told("data", "stats", train, f"model={tiny_model_dir}", "--limit", 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ NOTES_20B: dict[str, Any] = {  # a gpt-oss run of OpenRLHF 0.9.3, as the field n
     "input_key": "input", "label_key": "label", "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "entropy_loss_coef": 0.0, "vllm_num_engines": 1, "actor_num_gpus_per_node": 1, "zero_stage": 3,
 }  # fmt: skip
+TWO_KLS: dict[str, Json] = {  # beside VERL_LORA's in the loss
+    "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.02, "algorithm.adv_estimator": "gae",
+    "trainer.n_gpus_per_node": 1,
+}  # fmt: skip
+SCHEDULES: dict[str, Json] = {
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
+    "actor_rollout_ref.actor.optim.warmup_style": "cosine",
+}
 UNNAMED = """activation_checkpointing activation_checkpointing_kwargs auto_find_batch_size average_tokens_across_devices
 batch_eval_metrics cache_implementation data_seed debug do_predict enable_jit_checkpoint entropy_coef_delta entropy_coef_max
 entropy_coef_min entropy_target eval_accumulation_steps eval_delay eval_do_concat_batches eval_use_gather_object
@@ -96,7 +105,7 @@ def test_every_entry_of_the_table_names_settings_and_rules_that_exist() -> None:
             ours += [path for value in entry.values.values() if isinstance(value, dict) for path in value]
             assert all(not path or {path, path.rpartition(".")[0]} & paths for path in ours), entry.name
             used |= {entry.rule} - {""}
-            assert all(entry_of(system, other) for other in entry.when)
+            assert all(entry_of(system, other) for other in (*entry.when, *entry.unless))
     assert used == set(RULES)
 
 
@@ -141,6 +150,11 @@ def test_verl_prompts_become_samples_and_its_defaults_are_said(tmp_path: Path) -
         ({"actor_rollout_ref.actor.optim.clip_grad": 9}, "actor_rollout_ref.actor.optim.clip_grad", "no counterpart", "no"),
         ({"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "no counterpart", "greedy reply"),
         ({"trainer.total_trainig_steps": 5}, "trainer.total_trainig_steps", "nothing to set", ""),
+        (TWO_KLS, "actor_rollout_ref.actor.kl_loss_coef", "no counterpart", "one KL"),
+        (TWO_KLS, "algorithm.kl_ctrl.kl_coef", "translated", "algorithm.kl.coef=0.02"),
+        (SCHEDULES, "actor_rollout_ref.actor.optim.lr_scheduler_type", "no counterpart", "optim.warmup_style sets"),
+        ({"trainer.project_name": "a ${X}"}, "trainer.project_name", "no counterpart", "does not say what ${X} is"),
+        ({"actor_rollout_ref.rollout.n": "$N"}, "actor_rollout_ref.actor.ppo_mini_batch_size", "no counterpart", "not a number"),
         ({"algorithm.adv_estimater": 5}, "algorithm.adv_estimater", "unknown", "did you mean algorithm.adv_estimator"),
     ],
 )  # fmt: skip
@@ -192,9 +206,49 @@ def test_a_call_of_trl_is_read_and_not_executed(tmp_path: Path, printed: Printed
     assert "lora.lora_dropout = 0.05: adapters have no dropout" in text
 
 
-def test_what_trl_refuses_is_refused() -> None:
-    found = fields(translate("trl", {"per_device_train_batch_size": 3, "num_generations": 8}).fields)
+@pytest.mark.parametrize(("ranks", "says"), [(None, "for several processes give --ranks"), (3, "TRL refuses it, too")])
+def test_what_trl_refuses_is_refused(ranks: int | None, says: str) -> None:
+    found = fields(translate("trl", {"per_device_train_batch_size": 3, "num_generations": 8}, ranks).fields)
     assert "no whole number of prompts" in found["per_device_train_batch_size"].said
+    assert says in found["per_device_train_batch_size"].said
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "samples"),
+    [
+        ("accelerate launch --num_processes 4 grpo.py", None, 32),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --multi_gpu --num-processes=2 a/grpo.py", None, 16),
+        ("torchrun --nnodes 2 --nproc_per_node 4 grpo.py", None, 64),
+        ("torchrun --nproc_per_node 4 grpo.py", 2, 16),
+        ("python grpo.py", None, 8),
+    ],
+)
+def test_the_launcher_says_how_many_processes(tmp_path: Path, launcher: str, ranks: int | None, samples: int) -> None:
+    (tmp_path / "a.sh").write_text(f"{launcher} --num_generations 8 --beta 0.04 2>&1 | tee log.txt\n")
+    given = read_settings(tmp_path / "a.sh")[1]
+    assert (given["num_generations"], given["beta"]) == (8, 0.04)
+    assert translate("trl", given, ranks).tree["update"]["samples_per_update"] == samples
+    given["nproc_per_node"] = "gpu"
+    del given["num_processes" if "num_processes" in given else "beta"]
+    assert "give --ranks" in fields(translate("trl", given).fields)["nproc_per_node"].said
+
+
+def test_what_a_loraconfig_does_not_name_is_what_peft_takes(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(TRL_CALL.replace("r=16, lora_alpha=64", 'task_type="CAUSAL_LM"'))
+    found = translate("trl", read_settings(tmp_path / "a.py")[1])
+    assert (found.tree["adapter"]["rank"], found.tree["adapter"]["alpha"]) == (8, 8)
+    assert "PEFT's list for the model family" in fields(found.fields)["lora_target_modules"].said
+
+
+def test_two_names_of_one_setting_are_both_accounted_for() -> None:
+    found = fields(translate("openrlhf", NOTES_20B | {"rollout.max_new_tokens": 8}).fields)
+    assert found["generate_max_len"].fate == "no counterpart"
+    assert "rollout.max_tokens=8" in found["rollout.max_new_tokens"].said
+
+
+def test_a_loss_without_a_clip_range_is_translated(tmp_path: Path) -> None:
+    found = translate("verl", VERL_LORA | {"actor_rollout_ref.actor.policy_loss.loss_mode": "gpg"})
+    assert recipe_of(tmp_path, found.text()).algorithm.loss.kind == "reinforce"
 
 
 def test_a_script_is_read_with_its_variables(tmp_path: Path) -> None:
@@ -210,6 +264,26 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path) -> None:
         "algorithm.adv_estimator": "grpo", "data.max_response_length": 1024, "actor_rollout_ref.model.path": "Qwen/Qwen3-4B",
         "actor_rollout_ref.actor.optim.lr": 1e-6, "trainer.logger": ["console"],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("A=1 B=2 python -m verl.x data.seed=3", {"data.seed": 3}),
+        ("env A=1 python -m verl.x data.seed=3 > log.txt 2>&1 &", {"data.seed": 3}),
+        ('name="x"; lr=1e-6; export size=4  # data.seed=1; data.seed=2\nrun a.lr=$lr && run a.n=$name a.s=$size',
+         {"a.lr": 1e-6, "a.n": "x", "a.s": 4}),
+        ('D=${D:-"${HOME}/d"}\nT=${T:-"${D}/t"}\nrun a.t="${T}" a.n=8', {"a.t": "~/d/t", "a.n": 8}),
+        ('run a.t="${T:-"${D:-x}/t"}" a.n=${N:-${M}} a.m=${M%/*}', {"a.t": "x/t", "a.n": "${M}", "a.m": "${M%/*}"}),
+        ('X="$X y"\nrun a.n="$X" a.m=1', {"a.n": "$X y", "a.m": 1}),
+        ("N=$(wc --lines x | cat -)\nrun a.n=$N a.d=x_$(date +%s) a.m=1", {"a.n": "$(wc)", "a.d": "x_$(date)", "a.m": 1}),
+        ('ARGS=(a.n=1\n a.s=2 )\nrun "${ARGS[@]}" --flag "$@"', {"a.n": 1, "a.s": 2, "flag": True}),
+        ("run a.day=2024-01-01 a.odd=2024-13-45", {"a.day": "2024-01-01", "a.odd": "2024-13-45"}),
+    ],
+)  # fmt: skip
+def test_what_a_shell_would_do_with_a_line(tmp_path: Path, script: str, given: dict[str, Json]) -> None:
+    (tmp_path / "a.sh").write_text(script + "\n")
+    assert read_settings(tmp_path / "a.sh")[1] == given
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -242,6 +316,51 @@ def test_what_cannot_be_a_recipe_is_said(tmp_path: Path, printed: Printed) -> No
         read_settings(path)
     with pytest.raises(ConfigError, match="no setting in the file shows whether it was written for verl"):
         system_of("steps: 3")
+
+
+def test_the_reason_of_a_missing_source_is_said(tmp_path: Path, printed: Printed) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python -m verl.x data.train_files=\"['a.parquet','b.parquet']\"\n")
+    said = printed("config", "translate", path, code=2)
+    assert "task.data.source: required" in said
+    assert "several files: put them into one folder" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.yaml", "a: &x {b: *x}", "nested too deeply, or one holds itself"),
+        ("a.json", '{"a":' * 9000, "nested too deeply"),
+        ("a.py", "\0", "not Python"),
+        ("pipe.sh", "", "a folder, pipe or device"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    os.mkfifo(path) if name == "pipe.sh" else path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_settings(path)
+
+
+def test_a_name_that_holds_itself_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "f = [f]\nrest = {'beta': 0.1}\nGRPOConfig(max_steps=5, **rest, **more)\nGRPOTrainer(reward_funcs=f)\n"
+    )
+    assert read_settings(tmp_path / "a.py")[1] == {
+        "max_steps": 5,
+        "beta": 0.1,
+        "**": "more",
+        "trainer.reward_funcs": ["f"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"), [("py", "GRPOConfig(beta=1)"), ("json", '{"beta": 1}'), ("sh", "--beta 1")]
+)
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, suffix: str, text: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(text, "utf-8-sig")
+    assert read_settings(path)[1] == {"beta": 1}
 
 
 def test_the_page_has_the_table() -> None:

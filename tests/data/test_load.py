@@ -53,6 +53,20 @@ def test_the_same_rows_in_four_formats(tmp_path: Path) -> None:
     assert [row.number for row in made["a.csv"]] == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "fix"),
+    [
+        ("a.jsonl", '{"prompt": "1", "answer": 2}\n'.encode("utf-16"), "UTF-8 with one JSON object a line"),
+        ("a.json", b'{\n "prompt": "1",\n "answer": 2\n}\n', "UTF-8 with one JSON object a line"),
+        ("a.csv", b'prompt,answer\n"1,2\n3,4\n', "every quotation closed"),
+        ("b.jsonl", b'{"q": 1}\n{"q"\n', "set the columns of the question and the answer: task.data.prompt=COLUMN"),
+    ],
+)
+def test_the_fix_is_about_columns_only_if_a_row_has_any(tmp_path: Path, name: str, content: bytes, fix: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert fix in refusal(opened(tmp_path / name))
+
+
 def test_csv_rows_that_are_bad_are_named_by_line(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes(b'prompt,answer\n"one\ntwo",1\nthree\n\nfour,4,4\n\xff,5\n"six"x,6\nseven,7\n')

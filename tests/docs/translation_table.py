@@ -28,7 +28,7 @@ def markdown() -> Iterator[str]:
                 else entry.here or (entry.idle and f"no effect there: {entry.idle}") or "–"
             )
             there = "" if entry.there is None else f"`{quoted(entry.there)}`"
-            change = "; ".join(filter(None, (entry.unit, _words(entry), entry.missing)))
+            change = "; ".join(filter(None, (entry.unit, _words(entry), *entry.unless.values(), entry.missing)))
             yield f"| {names} | {there} | {here} | {change} |".replace("\n", " ")
         yield ""
 
