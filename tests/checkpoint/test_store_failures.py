@@ -109,7 +109,7 @@ def test_an_error_of_the_writer_is_passed_on_and_leaves_no_rest(tmp_path: Path):
 
 def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(CheckpointError, match="step 1 could not be saved: .*File exists"):
+    with pytest.raises(CheckpointError, match=r"step 1 could not be saved: .*File exists"):
         saved(tmp_path, 1)
     (tmp_path / "checkpoints").unlink()
     saved(tmp_path, 1)
