@@ -94,7 +94,7 @@ class Watchdog:
         return 2 * self.limit + PATIENCE_S
 
     def _arm(self) -> None:
-        """Let the allowance begin anew. At its end faulthandler writes the stacks, and then the guard kills this process."""
+        """Start the allowance again. At its end faulthandler writes the stacks, and then the guard kills this process."""
         if self._settings.tier != "stop" or not self._thread.is_alive():
             return
         seconds, process = self.allowance, self._guard
