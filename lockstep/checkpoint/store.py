@@ -78,15 +78,15 @@ def save(
     happens, the other checkpoints stay as they were and nothing half-written is left.
     """
     folder = checkpoints_of(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    clean(run_dir)
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
-    if target.exists() and not overwrite and _intact(target):
-        raise CheckpointError(
-            f"step {step} is already saved", where=str(target), fix="save each step once, or pass overwrite=True"
-        )
-    check_space(folder, bytes_needed)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clean(run_dir)
+        if target.exists() and not overwrite and _intact(target):
+            raise CheckpointError(
+                f"step {step} is already saved", where=str(target), fix="save each step once, or pass overwrite=True"
+            )
+        check_space(folder, bytes_needed)
         temporary.mkdir()
         writer(temporary)
         (temporary / STATE).write_text(_state(step, meta), encoding="utf-8")
@@ -96,11 +96,11 @@ def save(
         raise CheckpointError(
             f"step {step} could not be saved: {error}",
             where=str(target),
-            fix="free space or make the folder writable, then resume; earlier checkpoints are as they were",
+            fix="free space, make the folder writable or move the file that is in its place, then resume; earlier checkpoints "
+            "are as they were",
         ) from error
     finally:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)  # the error itself is told; the next save cleans what is left
     return target
 
 
@@ -294,8 +294,11 @@ def _inspect(path: Path) -> CheckpointInfo:
             if not (path / name).is_file() or (path / name).stat().st_size != entry.bytes:
                 raise CorruptCheckpointError(f"{name}: missing or of another size", where=str(path))
         saved, meta = _read_state(path)
-    except CorruptCheckpointError as error:
-        return CheckpointInfo(step, path, complete=False, problem=error.what)
+    except (CorruptCheckpointError, OSError) as error:
+        problem = (
+            error.what if isinstance(error, CorruptCheckpointError) else f"it cannot be read: {error.strerror or error}"
+        )
+        return CheckpointInfo(step, path, complete=False, problem=problem)
     if not saved == manifest.step == step:
         return CheckpointInfo(
             step, path, complete=False, problem=f"it is the checkpoint of step {manifest.step}, renamed"

@@ -69,7 +69,7 @@ def _print_rules(recipe: Recipe, rows: Sequence[StepRecord]) -> int:
         for alarm in alarms:
             if alarm.rule.name in broken:
                 continue  # a rule that stops speaks at every step
-            print(f"step {row.step}, {alarm.setting.tier}: {alarm.what}\n  to do: {alarm.rule.advice}")
+            print(f"step {row.step}, {alarm.setting.tier}: {alarm.what}{alarm.to_do}")
             if alarm.setting.tier == "stop" and row.step < recipe.steps:
                 stopped = stopped or row.step
         broken = {alarm.rule.name for alarm in alarms if alarm.setting.tier == "stop"}

@@ -91,6 +91,7 @@ def look(out: Path | None, key: dict[str, Any], *, again: bool) -> Place:
     try:
         record = {} if path.is_symlink() else json.loads((path / RECORD).read_bytes())
         files, same = dict(record["files"]), bool(key) and record["made_of"] == key
+        label = record["source"]["label"]
     except (OSError, ValueError, TypeError, KeyError):
         if out is None and path.exists():
             return Place(path, replaced=True)
@@ -101,9 +102,7 @@ def look(out: Path | None, key: dict[str, Any], *, again: bool) -> Place:
     if same and found == files and not again:
         return Place(path.absolute(), record)
     if not same and not again:
-        raise ConfigError(
-            [f"{path} holds another export already: of {record['source']['label']} or with other options"], fix=_FIX
-        )
+        raise ConfigError([f"{path} holds another export already: of {label} or with other options"], fix=_FIX)
     return Place(path.parent.resolve() / path.name, replaced=True)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from lockstep.config.health import HealthRule
-from lockstep.config.metric import Rule
+from lockstep.config.metric import Rule, built_in_rules
 from lockstep.config.schema import Recipe
 from lockstep.health.rules import DRIFTS, MAGNIFIED, QUANTISED, SPARE_GIB
 from lockstep.health.trends import Trends
-from lockstep.track.catalogue import applies, baseline, window
+from lockstep.track.catalogue import applies, baseline, find, window
 
 SHOWN = 10
 """Values of the last steps that an alarm names."""
@@ -51,6 +51,27 @@ class Alarm:
     """The rule's window, oldest first."""
     context: Mapping[str, float]
     """Other metrics of the last step, by name."""
+
+    @property
+    def place(self) -> str:
+        """Name of the rule's settings. Example: "health.clipping"; "health.rules.cites" for a rule of the recipe."""
+        return f"health.{'' if self.rule.name in built_in_rules() else 'rules.'}{self.rule.name}"
+
+    @property
+    def off(self) -> str:
+        """Setting that switches the rule off."""
+        return f"{self.place}=off" if self.rule.name in built_in_rules() else f"{self.place}.when.tier=off"
+
+    @property
+    def advice(self) -> str:
+        """Remedy: the rule's, else its metric's; "" if there is none."""
+        info = find(self.rule.metric)
+        return (self.rule.advice or (info.advice if info else "")).rstrip(".")
+
+    @property
+    def to_do(self) -> str:
+        """The remedy as a line of its own; "" if there is none."""
+        return f"\n  to do: {self.advice}" if self.advice else ""
 
     @property
     def what(self) -> str:

@@ -126,17 +126,23 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
     # A damaged checkpoint is listed, too; only the remains of a killed save (a hidden folder) are not.
     there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
     info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
-    saved = [event.step for event in read_events(run) if event.kind == "checkpoint" and event.step is not None]
-    if saved and saved[-1] > (info.step if info else 0) and not allow_fallback:
+    saved = _last_saved(run)
+    if saved > (info.step if info else 0) and not allow_fallback:
         begin = f"from step {info.step}" if info else "from the beginning"
         raise CheckpointError(
-            f"the checkpoint of step {saved[-1]}, the last that was saved, is missing",
+            f"the checkpoint of step {saved}, the last that was saved, is missing",
             where=str(run.checkpoints_path),
             fix=f"put this checkpoint back, or continue {begin} with --allow-fallback",
         )
     if info is not None:
         require_own_rows(run, info)
     return info
+
+
+def _last_saved(run: RunDirectory) -> int:
+    """Return the step of the newest checkpoint by the events, 0 for none. One that was given up for an earlier one is none."""
+    kinds = ("checkpoint", "fallback")
+    return next((event.step or 0 for event in reversed(read_events(run)) if event.kind in kinds), 0)
 
 
 def _run(
@@ -164,6 +170,8 @@ def _run(
             logger.warn(note)
         for name in set_aside(run.path, start) if info else ():
             logger.warn(f"a checkpoint after step {start} was set aside as {name}: its steps are repeated")
+        if (saved := _last_saved(run)) > start:  # allowed; resumes from here on need no further permission
+            logger.event("fallback", f"to step {start}: the checkpoint of step {saved} is given up", step=start)
         ready = ready or preflight(recipe)
         material = ready.material
         parts = _build(recipe, logger, info, ready, stack)

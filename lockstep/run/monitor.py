@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from copy import deepcopy
 from pathlib import Path
 
 from lockstep.build.disk import checkpoint_gib
@@ -32,11 +34,31 @@ class Monitor:
         self._failure: LearnerError | None = None
         self.over = ""
         """Reason why the run must stop; "" while it continues."""
+        self._stored: Metrics = {}
+        """The row of the step that the attempt begins with, which `begin` takes in."""
         for row in read_metrics(logger.run):
-            if row.step <= start:  # later rows belong to an attempt that this one does not continue
-                self._remember(row.step, row.metrics)
-                alarms = self._judge.step(row.step, row.metrics)  # its earlier warnings are not repeated
-                self._smoke.take(row.step, row.metrics, alarms)
+            if row.step < start:  # later rows belong to an attempt that this one does not continue
+                self._take(row.step, row.metrics)  # its earlier warnings are not repeated
+            elif row.step == start:
+                self._stored = row.metrics
+
+    def begin(self, metrics: Metrics) -> None:
+        """Take in the step that the attempt begins with, once: its stored row, and the metrics measured for it at the start.
+
+        What the row had already is judged silently, as an earlier attempt has told it.
+        """
+        step, stored = self._step, self._stored
+        if not (stored or metrics):
+            return
+        known = {alarm.rule.name for alarm in deepcopy(self._judge).step(step, stored)}
+        new = metrics.keys() - stored.keys()
+        for alarm in self._take(step, stored | metrics):
+            if new and alarm.rule.name not in known:
+                self._report(alarm)
+        if any(name.startswith("eval/") for name in metrics):
+            self._note_scores(step, metrics, new)  # eval.stop ends a run that it has ended before again
+        if new and self._callbacks and step:
+            self._call_back(step)
 
     def note(self, step: int, metrics: Metrics) -> str:
         """Take in the metrics measured after `step`; warns of broken health rules, and of a probe that diverges from the
@@ -44,20 +66,25 @@ class Monitor:
 
         Returns the reason why the run must stop, "" if it continues.
         """
-        self._remember(step, metrics)
         self._step = step
-        alarms = sorted(self._judge.step(step, metrics), key=lambda alarm: alarm.setting.tier == "stop")
-        self._smoke.take(step, metrics, alarms)
+        alarms = self._take(step, metrics)
         if table := self._smoke.due(step):
             self._logger.event("smoke", f"the first {step} steps", step=step, rows=table)
             self._logger.console.table(f"smoke gate: the first {step} steps", COLUMNS, table)
         for alarm in alarms:
             self._report(alarm)
         if any(name.startswith("eval/") for name in metrics):
-            self._note_scores(step, metrics)
+            self._note_scores(step, metrics, metrics.keys())
         if self._callbacks and step:
             self._call_back(step)
         return self.over
+
+    def _take(self, step: int, metrics: Metrics) -> list[Alarm]:
+        """Count a step and return its alarms, those that stop the run last."""
+        self._remember(step, metrics)
+        alarms = sorted(self._judge.step(step, metrics), key=lambda alarm: alarm.setting.tier == "stop")
+        self._smoke.take(step, metrics, alarms)
+        return alarms
 
     def _call_back(self, step: int) -> None:
         """Call the user's functions; an error ends the run once this step is saved."""
@@ -68,9 +95,9 @@ class Monitor:
         if why and step < self._recipe.steps:
             self._end(step, self.over or why, why)
 
-    def _note_scores(self, step: int, metrics: Metrics) -> None:
+    def _note_scores(self, step: int, metrics: Metrics, new: Set[str]) -> None:
         for name in (f"{probe}/accuracy" for probe in probes(self._recipe)):
-            if name in metrics and (why := diverges(self._points(REWARD), self._points(name))):
+            if name in new and (why := diverges(self._points(REWARD), self._points(name))):
                 self._logger.warn(f"{name}: {why}", step=step)
         match self._recipe.eval.stop:
             case Drops() | Plateau() as rule if rule.metric in metrics and step < self._recipe.steps:
@@ -90,13 +117,13 @@ class Monitor:
             raise self._failure
         if not self._broken:
             return
-        off = " ".join(f"health.{alarm.rule.name}=off" for alarm in self._broken)
+        off = " ".join(alarm.off for alarm in self._broken)
         rules = " and ".join(alarm.rule.name for alarm in self._broken)
-        advice = "; ".join(alarm.rule.advice for alarm in self._broken)
+        advice = "; ".join(alarm.advice for alarm in self._broken if alarm.advice)
         raise HealthStop(
             "; and ".join(alarm.what for alarm in self._broken),
             where=f"step {self._step}",
-            fix=f"{advice}. A checkpoint was saved; to continue with the health rule {rules} switched off: "
+            fix=f"{advice}{'. ' if advice else ''}A checkpoint was saved; to continue with the health rule {rules} switched off: "
             f"lockstep train --resume {self._logger.run.path} {off}",
         )
 
@@ -109,11 +136,9 @@ class Monitor:
         if stops:
             self._broken.append(alarm)
             self.over = alarm.what
-            self._logger.say(
-                f"stopping after step {self._step} of {self._recipe.steps}, by the rule health.{alarm.rule.name}"
-            )
+            self._logger.say(f"stopping after step {self._step} of {self._recipe.steps}, by the rule {alarm.place}")
         else:
-            self._logger.say(f"warning: {alarm.what}\n  to do: {alarm.rule.advice}")
+            self._logger.say(f"warning: {alarm.what}{alarm.to_do}")
 
     def _remember(self, step: int, metrics: Metrics) -> None:
         if self._callbacks and step:

@@ -106,9 +106,9 @@ class Session:
             if not self._start:  # a trained step has times of its own
                 metrics |= self.clock.seconds
             self._logger.at_start(self._start, metrics, self._proof)
-            self._monitor.note(self._start, metrics)
-            if self._start:  # the base has no checkpoint to keep
-                self._checkpointer.note(self._start, metrics)
+        self._monitor.begin(metrics)
+        if metrics and self._start:  # the base has no checkpoint to keep
+            self._checkpointer.note(self._start, metrics)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to train, until the recipe's number is reached, or eval.stop or a health rule ends the run.

@@ -18,6 +18,7 @@ import psutil
 
 from lockstep.config.health import Stall
 from lockstep.errors import LockstepError, Stalled
+from lockstep.run import guard
 from lockstep.track.files import open_plain
 
 KEPT = 20
@@ -25,6 +26,8 @@ KEPT = 20
 TICK_S = 1.0
 PATIENCE_S = 60.0
 """Longest time to write the stacks: the disk itself may be what hangs."""
+ROOM_S = 5.0
+"""Time between the stacks of a process that native code holds, and its end."""
 PY_SPY_S = 20.0
 BETWEEN = "after "
 """Prefix of the name of the time between two phases."""
@@ -42,6 +45,7 @@ class Watchdog:
         self._phase, self._beat, self._longest = f"{BETWEEN}the start", time.monotonic(), 0.0
         self._warned = False
         self._over = threading.Event()
+        self._guard: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -52,6 +56,8 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(TICK_S)
         faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
@@ -80,11 +86,37 @@ class Watchdog:
         now = time.monotonic()
         self._seconds.setdefault(self._phase, deque(maxlen=KEPT)).append(max(self._longest, now - self._beat))
         self._phase, self._beat, self._longest, self._warned = name, now, 0.0, False
-        if self._settings.tier == "stop" and self._thread.is_alive():
-            # A thread of the interpreter cannot run while native code holds its lock; this one can.
-            faulthandler.dump_traceback_later(2 * self.limit + PATIENCE_S, exit=True, file=2)
+        self._arm()
+
+    @property
+    def allowance(self) -> float:
+        """Seconds for which native code may hold the interpreter, so that the thread cannot run."""
+        return 2 * self.limit + PATIENCE_S
+
+    def _arm(self) -> None:
+        """Start the allowance again. At its end faulthandler writes the stacks, and then the guard kills this process."""
+        if self._settings.tier != "stop" or not self._thread.is_alive():
+            return
+        seconds, process = self.allowance, self._guard
+        faulthandler.dump_traceback_later(seconds, file=2)
+        if process is not None and process.stdin is not None:
+            line = f"{seconds + ROOM_S:.0f}\n".encode()
+            with suppress(OSError, ValueError):  # it is gone, or it is stopped and its pipe is full
+                os.write(process.stdin.fileno(), line)
 
     def _watch(self) -> None:
+        if self._settings.tier == "stop":
+            with suppress(OSError):
+                self._guard = _started(self._run)
+        try:
+            self._arm()
+            self._look()
+        finally:
+            if self._guard is not None:
+                self._guard.kill()
+                self._guard.communicate()
+
+    def _look(self) -> None:
         before = time.monotonic()
         while not self._over.wait(min(TICK_S, self.limit / 4)):
             now = time.monotonic()
@@ -94,7 +126,9 @@ class Watchdog:
                 self._beat += now - before
             before = now
             still = now - self._beat
-            if still > self.limit and not self._warned:
+            if still <= self.limit:
+                self._arm()
+            elif not self._warned:
                 self._warned = True
                 self._report(still)
 
@@ -120,6 +154,15 @@ class Watchdog:
             write_stacks(self._run / "stall.txt", str(error))
         with suppress(LockstepError, OSError):
             self._tell(str(error))
+
+
+def _started(run: Path) -> subprocess.Popen[bytes]:
+    """Start the guard of this process. Raises OSError."""
+    command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(os.getpid()), str(run)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd="/")
+    if process.stdin is not None:
+        os.set_blocking(process.stdin.fileno(), False)
+    return process
 
 
 def end(error: LockstepError) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint import manifest
 from lockstep.checkpoint.store import (
     clean,
     list_checkpoints,
@@ -143,6 +144,18 @@ def test_a_missing_file_is_named_by_the_listing_too(tmp_path: Path):
     assert not info.complete
     assert "part_1.safetensors" in info.problem
     with pytest.raises(CorruptCheckpointError, match=r"part_1\.safetensors: missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_name_that_no_disk_takes_is_a_problem_of_the_checkpoint(tmp_path: Path):
+    path = saved(tmp_path, 8)
+    listed = dict(manifest.read_manifest(path).files)
+    long = manifest.Manifest(8, {**listed, f"{'x' * 300}.json": manifest.FileEntry("0" * 64, 2)})
+    (path / "COMMIT.json").write_bytes(manifest._render(long))
+    (info,) = list_checkpoints(tmp_path)
+    assert not info.complete
+    assert info.problem == "it cannot be read: File name too long"
+    with pytest.raises(CorruptCheckpointError, match=r"x\.json: missing"):
         open_checkpoint(tmp_path)
 
 

@@ -107,6 +107,18 @@ def test_an_error_of_the_writer_is_passed_on_and_leaves_no_rest(tmp_path: Path):
     assert folders(tmp_path) == []
 
 
+def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"step 1 could not be saved: .*File exists"):
+        saved(tmp_path, 1)
+    (tmp_path / "checkpoints").unlink()
+    saved(tmp_path, 1)
+    (tmp_path / "checkpoints" / ".tmp-step_000002").write_text("")
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*\.tmp-step_000002"):
+        saved(tmp_path, 2)
+    assert open_checkpoint(tmp_path).step == 1
+
+
 def test_a_rest_of_a_killed_save_is_named_ignored_and_cleaned_by_the_next(tmp_path: Path):
     saved(tmp_path, 7)
     rest = tmp_path / "checkpoints" / ".tmp-step_000008"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from lockstep.errors import ConfigError
 from lockstep.export import check
+from lockstep.export.cache import look
 from lockstep.export.export import Exported, export
 from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory
@@ -91,3 +93,9 @@ def test_a_folder_of_ones_own(run: RunDirectory, tmp_path: Path, printed: Printe
     (out / "notes.txt").write_text("mine")
     assert "a file that is not of the export: notes.txt" in printed(*words, "2", "--again", code=2)
     assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_record_without_its_source_is_none(tmp_path: Path) -> None:
+    (tmp_path / "lockstep_export.json").write_text('{"files": {}, "made_of": {"weights": "other"}}')
+    with pytest.raises(ConfigError, match="exists already"):
+        look(tmp_path, {"weights": "these"}, again=False)

@@ -322,6 +322,8 @@ def test_a_users_file_adds_rules_and_changes_ranges(tmp_path: Path) -> None:
     )
     (alarm,) = alarms_of(series("answer/cites", [0.9, 0.1, 0.1, 0.1]), str(own))
     assert (alarm.rule.name, alarm.rule.advice, alarm.seen[-1].step) == ("cites", "ask for sources", 4)
+    assert (alarm.advice, alarm.off) == ("ask for sources", "health.rules.cites.when.tier=off")
+    load(["smoke", str(own), alarm.off])
     assert "cites: answer/cites was below 0.2 in 3 of the last 3 measured steps" in alarm.what
     assert said(series("answer/cites", [0.1] * 3), str(own), "health.rules.cites.when.steps=9") == []
     recipe = load(["smoke", str(own)])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
-from lockstep.errors import LearnerError
+from lockstep.errors import Interrupted, LearnerError
 from lockstep.loops.start import resume_run
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
-from tests.loops.runs import NO_EVAL, trained
+from tests.loops.runs import NO_EVAL, recipe, terminate_in, trained
 
 CODE = """
 def enough(history, limit):
@@ -24,6 +24,11 @@ def breaks(history):
 
 def meddles(history):
     history[-1][1]["lr"] = 0.0
+
+
+def notes(history):
+    with open(__file__ + ".seen", "a") as file:
+        print([(step, "reward/mean" in metrics, "eval/greedy/accuracy" in metrics) for step, metrics in history], file=file)
 
 
 def collects(history):
@@ -50,6 +55,20 @@ def test_a_stopping_rule_of_ones_own_ends_the_run_and_counts_the_steps_before_a_
     assert copy.read_text() == CODE
     resume_run(run.path, [own(tmp_path, "enough", "{limit: 4}")])
     assert [row.step for row in read_metrics(RunDirectory.open(run.path))] == [1, 2, 3, 4]
+
+
+def test_a_resume_shows_the_step_that_it_begins_with_once_and_whole(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Its evaluation was put off, and is shown with the step's other numbers; a resume that measures nothing calls none."""
+    settings = ("steps=3", "eval.every=2", "eval.modes=greedy", own(tmp_path, "notes"))
+    recipe(tmp_path, tiny_model_dir, *settings)
+    terminate_in(tmp_path, tmp_path / "runs" / "run", 2)
+    with pytest.raises(Interrupted):
+        trained(tmp_path, tiny_model_dir, *settings)
+    resume_run(tmp_path / "runs" / "run")
+    resume_run(tmp_path / "runs" / "run")
+    first, second, evaluated, third = (1, True, False), (2, True, False), (2, True, True), (3, True, True)
+    seen = [[first], [first, second], [first, evaluated], [first, evaluated, third]]
+    assert (tmp_path / "stop.py.seen").read_text().splitlines() == [str(one) for one in seen]
 
 
 def test_a_callback_that_fails_ends_the_run_with_its_line_and_a_checkpoint(

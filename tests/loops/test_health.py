@@ -84,6 +84,23 @@ def test_with_the_rule_on_the_resumed_run_stops_at_its_next_step(tmp_path: Path,
     ]  # it was said already: not once more
 
 
+def test_a_resume_counts_the_evaluation_that_it_begins_with_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """A rule of one's own, without advice: it breaks at the next evaluation, and is switched off as the message says."""
+    rule = (
+        "health.rules={long: {metric: eval/greedy/mean_tokens, when: {above: 1, tier: stop, steps: 3}, meaning: test}}"
+    )
+    with pytest.raises(HealthStop, match="at steps 0 to 2"):
+        trained(tmp_path, tiny_model_dir, "steps=4", "eval.every=1", "eval.modes=greedy", rule)
+    path = tmp_path / "runs" / "run"
+    with pytest.raises(HealthStop, match="at steps 1 to 3") as caught:
+        resume_run(path)
+    off = "health.rules.long.when.tier=off"
+    assert caught.value.fix.startswith("A checkpoint was saved; to continue with the health rule long switched off: ")
+    assert caught.value.fix.endswith(f"--resume {path} {off}")
+    run = resume_run(path, [off])
+    assert [row.step for row in read_metrics(run)] == [0, 1, 2, 3, 4]
+
+
 def test_nothing_but_health_may_change_in_a_resume(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

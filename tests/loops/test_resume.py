@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from lockstep.errors import (
     EvaluationError,
     Interrupted,
     RunDirectoryError,
+    WorkerLost,
 )
 from lockstep.evaluation.records import read_score, score_path
+from lockstep.loops import start
 from lockstep.loops.start import resume_run
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
@@ -384,3 +387,25 @@ def test_a_grader_that_fails_in_an_evaluation_costs_no_step(tmp_path: Path, tiny
     (tmp_path / "down").unlink()
     run = resume_run(path)
     assert any(name.startswith("eval/") for row in read_metrics(run) if row.step == 2 for name in row.metrics)
+
+
+def test_what_was_once_allowed_to_be_passed_over_is_no_reason_to_end_a_later_resume(
+    tmp_path: Path, tiny_model_dir: Path, unbroken: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is lost before the run has saved again: the run goes on by itself, and so does a plain resume."""
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)
+    flip(path / "checkpoints" / "step_000003" / "model.safetensors")
+    losses, real = iter([True, True, False]), start.train
+
+    def train(*arguments: Any) -> None:
+        if next(losses):
+            raise WorkerLost("rank 1 died", where="rank 1", fix="-")
+        real(*arguments)
+
+    monkeypatch.setattr(start, "train", train)
+    monkeypatch.setattr(start, "restarts", lambda recipe: 1)
+    with pytest.raises(WorkerLost):
+        resume_run(path, allow_fallback=True)
+    run = resume_run(path)
+    assert events(run, "fallback") == ["to step 2: the checkpoint of step 3 is given up"]
+    assert same(run, unbroken, 4)

@@ -1,19 +1,23 @@
-"""The watchdog on real processes: an engine that is stopped, a grader, a loss and a write that hang."""
+"""The watchdog on real processes: an engine that is stopped, a grader, a loss, a write and native code that hang."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from lockstep.config.health import Stall
 from lockstep.errors import Stalled
+from lockstep.run import watchdog
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
 from tests.loops.runs import NO_EVAL, words
@@ -185,3 +189,56 @@ def test_progress_and_a_stopped_process_are_no_stall(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert (process.returncode, output) == (0, "over\n")
     assert not (tmp_path / "stall.txt").exists()
+
+
+def test_a_long_phase_that_goes_on_steadily_is_never_near_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second evaluation of an hour with an item a second; the time for native code was that of the phase's start."""
+    clock, ends = [0.0], [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: ends.append(clock[0] + seconds)
+    )
+    dog = watchdog.Watchdog(Stall(), tmp_path, pytest.fail)
+
+    class Ticks:
+        def wait(self, seconds: float) -> bool:
+            clock[0] += 1
+            dog.beat()
+            assert clock[0] < ends[-1]
+            return clock[0] % 3600 == 0
+
+    monkeypatch.setattr(dog, "_thread", SimpleNamespace(is_alive=lambda: True))
+    monkeypatch.setattr(dog, "_over", Ticks())
+    for _ in range(2):
+        with dog.phase("evaluate"):
+            dog._look()
+    assert len(ends) < 7300
+
+
+HELD = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from lockstep.config.health import Stall
+from lockstep.run import watchdog
+watchdog.Watchdog.allowance = 3.0
+with watchdog.Watchdog(Stall(), Path(sys.argv[1]), print) as dog:
+    while dog._guard is None:
+        pass
+    native = ctypes.PyDLL(None)  # its functions hold the interpreter
+    getattr(native, "raise")(signal.SIGSTOP)
+    native.pause()
+"""
+
+
+def test_native_code_that_holds_the_interpreter_is_killed_but_no_process_that_is_stopped(tmp_path: Path) -> None:
+    process = started(HELD, str(tmp_path))
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, process)
+    time.sleep(12)  # longer than what it may take
+    assert process.poll() is None
+    process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, output
+    assert re.search(r'File "<string>", line \d+ in <module>', output)  # the stack
+    assert f"lockstep: {tmp_path}: native code has held the interpreter for" in output
