@@ -106,6 +106,12 @@ def advantage_rows(groups: Sequence[Group], batch: Batch) -> list[tuple[float, .
     return [tuple(next(means) for _ in group.rollouts) for group in groups]
 
 
+def with_advantage(batch: Batch) -> list[bool]:
+    """Return for each reply whether a trained token of it has an advantage that is not 0; their mean may be 0 all the same."""
+    rows = [any(compress(sequence.advantages, sequence.trained)) for sequence in batch.sequences]
+    return [any(rows[place] for place in places) for places in by_sample(batch.sequences)]
+
+
 def mean_kl(batch: Batch) -> float | None:
     """Return the mean k1 per trained token from the sampling policy to the reference; None if no sample was compared with it."""
     gaps = [

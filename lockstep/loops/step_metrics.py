@@ -8,7 +8,7 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from lockstep.config.schema import Recipe
-from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated
+from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated, with_advantage
 from lockstep.track.writer import StepRecord
 from lockstep.types import Batch, Group, Metrics, Rollout
 
@@ -30,12 +30,12 @@ def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
 
 
 def credit_metrics(groups: Sequence[Group], rows: Sequence[Sequence[float]], batch: Batch, recipe: Recipe) -> Metrics:
-    """Return metrics of the trained samples and their targets. `rows` are the advantages of the groups' replies."""
+    """Return metrics of the trained samples and their targets. `rows` are the mean advantages of the groups' replies."""
     flat = [advantage for row in rows for advantage in row]
     metrics: Metrics = {"batch/prompts": float(len(groups))}
     if recipe.algorithm.kl.coef > 0:
         metrics["kl/coef"] = batch.kl_coef
-    metrics["advantage/nonzero"] = fmean(advantage != 0 for advantage in flat) if flat else 0.0
+    metrics["advantage/nonzero"] = fmean(with_advantage(batch)) if flat else 0.0
     if not flat:
         return metrics
     metrics |= {

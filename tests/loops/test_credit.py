@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,20 @@ def test_a_long_reply_is_penalised_where_credit_sees_it_and_its_grade_stays() ->
     assert metrics["reward/mean"] == 1.0
     assert metrics["reward/shaped_mean"] == 0.0
     assert "reward/shaped_mean" not in rollout_metrics([Group(PROMPT, tuple(replies))], recipe(DR_GRPO))
+
+
+def test_advantages_that_add_up_to_0_within_a_reply_are_not_taken_for_none(tmp_path: Path) -> None:
+    """The estimator gives the halves of a reply +1 and -1 times its reward: the mean is 0, and the reply is trained."""
+    own = tmp_path / "own.py"
+    halves = "[(one.reward or 0.0) * (1.0 if 2 * t < len(one.ids) else -1.0) for t in range(len(one.ids))]"
+    own.write_text(f"def centred(replies):\n    return [{halves} for one in replies]\n")
+    settings = recipe({"kind": "reinforce", "advantage": f"{own}:centred"})
+    replies = [reply(1.0, 4), reply(1.0, 2), reply(0.0, 6), reply(1.0, 8)]
+    groups = [Group(PROMPT, tuple(replies))]
+    samples = credited(settings, *replies)
+    rows = advantage_rows(groups, samples)
+    assert rows == [(0.0,) * 4]
+    assert credit_metrics(groups, rows, samples, settings)["advantage/nonzero"] == 0.75
 
 
 def test_a_truncated_reply_that_is_left_out_counts_in_the_mean_and_in_no_denominator() -> None:
