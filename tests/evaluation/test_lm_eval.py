@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.chat.chat import ChatFormat
+from lockstep.cli import main
 from lockstep.config.evaluate import LmEvalSet
 from lockstep.errors import ConfigError, EvaluationError
 from lockstep.evaluation.collect import pair, records_of
@@ -156,6 +157,14 @@ def test_a_run_measures_a_task_and_compares_it_with_the_base(
     assert '"eval/lm_eval.sums/accuracy"' in run.metrics_path.read_text()
     files = [records_of(str(run.scores_path / f"step_{step:06d}_lm_eval.sums.json")) for step in (0, 3)]
     assert len(pair(*files)) == 1  # the same items under the same conditions: they may be compared
+    scores_of = [run.scores_path / f"step_{step:06d}_lm_eval.sums.json" for step in (0, 3)]
+    scores_of[1].unlink()
+    assert main(["eval", str(run.path), "--numerics", "mxfp4-w4a4", "--mode", "greedy", "--no-base"]) == 0
+    (other,) = run.scores_path.glob("*/step_000003_lm_eval.sums.json")
+    assert read_score(other).conditions.numerics.startswith("mxfp4-w4a4")
+    assert not scores_of[1].exists(), "the run's own scores have the run's numerics"
+    assert main(["eval", str(run.path), "--mode", "greedy", "--no-base"]) == 0
+    assert read_score(scores_of[1]).conditions == scores[1].conditions
 
 
 @pytest.mark.parametrize(
