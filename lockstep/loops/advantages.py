@@ -80,9 +80,9 @@ def shaped_reward(rollout: Rollout, recipe: Recipe) -> float | None:
     """Return the reward for credit assignment: the grade's, minus the penalty for a long reply. None is unscored."""
     if rollout.grade.reward is None:
         return None
-    overlong, tokens = recipe.algorithm.overlong, len(rollout.ids)
+    overlong = recipe.algorithm.overlong
     return rollout.grade.reward - overlong_penalty(
-        tokens, recipe.rollout.max_tokens, buffer=overlong.buffer, penalty=overlong.penalty
+        rollout.charged, recipe.rollout.max_tokens, buffer=overlong.buffer, penalty=overlong.penalty
     )
 
 

@@ -21,7 +21,7 @@ from lockstep.loops.advantages import (
 from lockstep.loops.logprob_passes import carries_gradient
 from lockstep.loops.step_metrics import credit_metrics, rollout_metrics
 from lockstep.loops.update import make_batches, merged
-from lockstep.types import Batch, FinishReason, Grade, Group, Prompt, Rollout, TrainSequence
+from lockstep.types import Batch, Branch, FinishReason, Grade, Group, Prompt, Rollout, TrainSequence
 
 PROMPT = Prompt("p", (), "")
 
@@ -61,6 +61,14 @@ def test_a_long_reply_is_penalised_where_credit_sees_it_and_its_grade_stays() ->
     assert metrics["reward/mean"] == 1.0
     assert metrics["reward/shaped_mean"] == 0.0
     assert "reward/shaped_mean" not in rollout_metrics([Group(PROMPT, tuple(replies))], recipe(DR_GRPO))
+
+
+def test_an_episode_is_as_long_as_what_counts_towards_its_budget() -> None:
+    """An environment's episode pays for all its tokens; a program's for those sampled in all its rows (here 4 + 3 of 9 + 3)."""
+    settings = recipe({**DR_GRPO, "overlong": {"buffer": 4, "penalty": 2.0}})
+    played = replace(reply(1.0, 9), trained=(True,) * 4 + (False,) * 5)
+    program = replace(played, branches=(Branch((1,), (1, 2, 3), (-1.0,) * 3, (True,) * 3),), spent=7)
+    assert [shaped_reward(one, settings) for one in (played, program)] == [-0.5, 0.5]
 
 
 def test_advantages_that_add_up_to_0_within_a_reply_are_not_taken_for_none(tmp_path: Path) -> None:
