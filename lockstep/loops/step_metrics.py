@@ -19,13 +19,14 @@ def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
     lengths = [rollout.sampled for rollout in rollouts]  # sampled tokens only: observations are not the policy's
     metrics: Metrics = {
         "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
-        "reward/zero_std_groups": fmean(_all_equal(group, recipe) for group in groups),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated": fmean(truncated(rollout) for rollout in rollouts),
         "batch/samples": float(len(rollouts)),
         "batch/tokens_generated": float(sum(lengths)),
     }
+    if compared := [group for group in groups if recipe.algorithm.compares_in_group and len(group.rollouts) > 1]:
+        metrics["reward/zero_std_groups"] = fmean(_all_equal(group, recipe) for group in compared)
     return metrics | _reward_metrics(rollouts) | _surprise(rollouts) | _overlong_metrics(rollouts, recipe)
 
 

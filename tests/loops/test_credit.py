@@ -63,6 +63,23 @@ def test_a_long_reply_is_penalised_where_credit_sees_it_and_its_grade_stays() ->
     assert "reward/shaped_mean" not in rollout_metrics([Group(PROMPT, tuple(replies))], recipe(DR_GRPO))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "share"),
+    [
+        ({"kind": "grpo"}, 0.5),
+        ({"kind": "reinforce_pp_baseline"}, 0.5),
+        ({"kind": "reinforce_pp"}, None),
+        ({"kind": "reinforce"}, None),
+    ],
+)
+def test_groups_of_equal_rewards_count_only_where_a_group_is_compared(algorithm: dict[str, Any], share: float) -> None:
+    """A lone sample has no other to differ from."""
+    equal, unlike, alone = (1.0, 1.0), (1.0, 0.0), (1.0,)
+    groups = [Group(PROMPT, tuple(reply(reward, 2) for reward in rewards)) for rewards in (equal, unlike, alone)]
+    assert rollout_metrics(groups, recipe(algorithm)).get("reward/zero_std_groups") == share
+    assert "reward/zero_std_groups" not in rollout_metrics(groups[2:], recipe(algorithm))
+
+
 def test_an_episode_is_as_long_as_what_counts_towards_its_budget() -> None:
     """An environment's episode pays for all its tokens; a program's for those sampled in all its rows (here 4 + 3 of 9 + 3)."""
     settings = recipe({**DR_GRPO, "overlong": {"buffer": 4, "penalty": 2.0}})
