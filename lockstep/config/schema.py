@@ -352,6 +352,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _penalty_begins_within_the_budget(self) -> Self:
+        buffer, longest = self.algorithm.overlong.buffer, self.rollout.max_tokens
+        if self.loop == "rl" and buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong.buffer={buffer} is above rollout.max_tokens={longest}: even an empty reply would be "
+                "punished; lower the buffer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _credit_has_an_effect(self) -> Self:
         mix = self.task.tasks if isinstance(self.task, MixedTask) else {}
         tasks = {"task": self.task} | {f"task.tasks.{name}.task": share.task for name, share in mix.items()}
