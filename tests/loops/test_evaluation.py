@@ -69,7 +69,9 @@ def test_several_sets_are_scored_each_under_its_name(tmp_path: Path, tiny_model_
     assert {"eval/greedy/accuracy", "eval/ood_probe.greedy/accuracy", "eval/ood_probe.greedy/se"} <= last.keys()
     log = run.log_path.read_text()
     assert "will evaluate at steps 0, 2 (last): greedy (T=0), 8 items of id_probe, 8 items of ood_probe" in log
-    assert "eval at step 0, greedy of ood_probe: pass@1 100.0 % ± 0.0 [67.6, 100.0]; 8 items, 1 item = 12 points" in log
+    assert (
+        "eval at step 0, greedy of ood_probe: pass@1 100.0 % ± 0.0 [67.6, 100.0]; 8 items, 1 item = 12.5 points" in log
+    )
     assert log.count("verdict") == 1
     assert sum("sums/ood_probe/" in line for line in log.splitlines()) == 1  # both sets in the final table
 
