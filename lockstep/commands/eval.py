@@ -265,7 +265,7 @@ def score_lines(scores: Sequence[Score]) -> list[str]:
             one.name,
             str(one.items),
             f"{one.value:.1%}{error_of(one.se)} [{one.low:.1%}, {one.high:.1%}]",
-            f"{item_points(one.items):.2g} points",
+            f"{item_points(one.items):.3g} points",
             str(score.unscored),
             f"{score.truncated:.1%}",
             f"{score.mean_tokens:.1f}",

@@ -17,6 +17,7 @@ from lockstep.commands.plan import add_allow, load_allowed
 if TYPE_CHECKING:
     from lockstep.config.schema import EvalMode, Recipe
     from lockstep.doctor.check import Check
+    from lockstep.evaluation.probes import Headroom
     from lockstep.types import Score
 
 FORMAT_ITEMS, HEADROOM_ITEMS, HEADROOM_SAMPLES, SMOKE_STEPS = 40, 12, 8, 6
@@ -120,20 +121,32 @@ def _format(recipe: Recipe, args: argparse.Namespace) -> Check:
 
 def _headroom(recipe: Recipe, args: argparse.Namespace) -> Check:
     from lockstep.config.schema import EvalMode
-    from lockstep.doctor.check import Check
-    from lockstep.evaluation.probes import MIXED, headroom_lines, probe_headroom
+    from lockstep.evaluation.probes import headroom_lines, probe_headroom
 
-    samples = max(HEADROOM_SAMPLES, recipe.samples_per_prompt)
+    group = recipe.samples_per_prompt
+    samples = max(HEADROOM_SAMPLES, group)
     mode = EvalMode(name="headroom", temperature=recipe.rollout.temperature, samples=samples)
     items = _there(recipe, "train", args.headroom_items)
-    probe = probe_headroom(_score(recipe, "train", items, mode).results, samples)
-    advice = headroom_lines(probe, recipe.samples_per_prompt)[-1].removeprefix("advice: ")
-    shares = dict(probe.mixed)
-    share = shares.get(recipe.samples_per_prompt, shares[samples])
-    found = f"{probe.solve_rate:.1%} right, {share:.0%} of groups of {recipe.samples_per_prompt} have right and wrong replies"
-    if probe.never == 1 or probe.always == 1:
-        return Check("headroom", "fail", f"{found}: no group has a gradient", advice)
-    return Check("headroom", "ok" if share >= MIXED else "warn", found, "" if share >= MIXED else advice)
+    probe = probe_headroom(_score(recipe, "train", items, mode).results, samples, group)
+    return judged(probe, group, headroom_lines(probe, group)[-1].removeprefix("advice: "))
+
+
+def judged(probe: Headroom, group: int, advice: str) -> Check:
+    """Return the check of a headroom for a recipe with groups of `group`."""
+    from lockstep.doctor.check import Check
+    from lockstep.evaluation.probes import EASY, HARD, MIXED
+
+    right = f"{probe.solve_rate:.1%} right"
+    if group == 1:  # nothing is compared within a group
+        found, fits = f"{right}; mixed groups: not applicable to samples_per_prompt=1", HARD <= probe.solve_rate <= EASY
+        if probe.never == 1:
+            return Check("headroom", "fail", f"{found}: no reply is right", advice)
+    else:
+        share = dict(probe.mixed)[group]
+        found, fits = f"{right}, {share:.0%} of groups of {group} have right and wrong replies", share >= MIXED
+        if probe.never == 1 or probe.always == 1:
+            return Check("headroom", "fail", f"{found}: no group has a gradient", advice)
+    return Check("headroom", "ok" if fits else "warn", found, "" if fits else advice)
 
 
 def _smoke(recipe: Recipe, args: argparse.Namespace) -> Check:

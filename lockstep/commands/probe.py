@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     samples = args.samples or max(HEADROOM_SAMPLES, target.recipe.samples_per_prompt)
     score = measure(target, args, headroom_mode(target, samples))
-    print("\n".join(headroom_lines(probe_headroom(score.results, samples), target.recipe.samples_per_prompt)))
+    group = target.recipe.samples_per_prompt
+    print("\n".join(headroom_lines(probe_headroom(score.results, samples, group), group)))
     return 0
 
 

@@ -246,6 +246,13 @@ class Parts(Section):
     dynamic_sampling: DynamicSampling = DynamicSampling()
     overlong: Overlong = Overlong()
 
+    @property
+    def compares_in_group(self) -> bool:
+        """Whether advantages compare the samples of a prompt; of an estimator of one's own that is not known."""
+        advantage = self.advantage
+        whitens = advantage.kind == "whitened" and advantage.baseline == "group_mean"
+        return whitens or advantage.kind in ("group", "leave_one_out", "max_rl")
+
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         if self.advantage.kind == "gae" and self.critic is None:

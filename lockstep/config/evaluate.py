@@ -308,7 +308,7 @@ def decision_mistake(settings: Eval, metric: str) -> str:
     one, mode = known[name]
     if one.role not in DECIDING:
         why = (
-            f"{one.items} items, 1 item = {100 / one.items:.2g} points"
+            f"{one.items} items, 1 item = {100 / one.items:.3g} points"
             if one.role == "sanity"
             else "it is not held out"
         )

@@ -344,13 +344,20 @@ class Recipe(Section):
     def _group_has_a_baseline(self) -> Self:
         if self.loop == "sft":
             return self
-        algorithm, advantage = self.algorithm, self.algorithm.advantage
-        compares = advantage.kind in ("group", "leave_one_out", "max_rl") or (
-            advantage.kind == "whitened" and advantage.baseline == "group_mean"
-        )
-        if self.samples_per_prompt < 2 and (compares or algorithm.dynamic_sampling.enabled):
+        algorithm = self.algorithm
+        if self.samples_per_prompt < 2 and (algorithm.compares_in_group or algorithm.dynamic_sampling.enabled):
             raise ValueError(
                 f"samples_per_prompt=1: {algorithm.kind} compares the samples of a prompt and needs at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_begins_within_the_budget(self) -> Self:
+        buffer, longest = self.algorithm.overlong.buffer, self.rollout.max_tokens
+        if self.loop == "rl" and buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong.buffer={buffer} is above rollout.max_tokens={longest}: even an empty reply would be "
+                "punished; lower the buffer"
             )
         return self
 

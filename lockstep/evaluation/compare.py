@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluation.brief import DIGEST, Brief, brief_of
-from lockstep.evaluation.intervals import ALPHA, Difference, item_points, paired_difference
+from lockstep.evaluation.intervals import ALPHA, Difference, paired_difference, worth
 from lockstep.evaluation.records import comparable
 from lockstep.types import Conditions, Score
 
@@ -147,7 +147,8 @@ def power_line(c: Comparison) -> str:
     """Return the power of the comparison. Example: "with 202 items, of which 47 changed, a difference under 7.4 points cannot
     be …".
     """
-    head = f"1 item = {item_points(c.n):.2g} points; with {c.n} items, of which {c.b + c.c} changed,"
+    items = "1 item" if c.n == 1 else f"{c.n} items"
+    head = f"{worth(c.n)}; with {items}, of which {c.b + c.c} changed,"
     if c.floor is None:
         return f"{head} no difference can be told from noise"
     return f"{head} a difference under {100 * c.floor:.1f} points cannot be told from noise"

@@ -202,6 +202,11 @@ def item_points(n: int) -> float:
     return 100 / n
 
 
+def worth(n: int) -> str:
+    """Say what one item is worth. Examples: "1 item = 0.5 points", "1 item = 12.5 points"."""
+    return f"1 item = {item_points(n):.3g} points"
+
+
 def smallest_detectable(n: int, changing: float, power: float = 0.8) -> float | None:
     """Return the smallest true difference (as a share, to 0.0001) that `mcnemar` finds in n items with probability `power`.
 
@@ -245,7 +250,7 @@ def _least_rises(logs: Floats, changed: int) -> int:
 
 def resolution(n: int, changing: float = 0.2) -> str:
     """Say what a paired comparison of n items can show if a share `changing` of them changes."""
-    head = f"1 item = {item_points(n):.2g} points; with {changing:.0%} of items changing, "
+    head = f"{worth(n)}; with {changing:.0%} of items changing, "
     d = smallest_detectable(n, changing)
     if d is None:
         return head + "no difference is found 4 times in 5: too few items"

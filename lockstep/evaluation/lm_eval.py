@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,17 +87,22 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
 def conditions_of(task: LmEvalTask, chat: ChatFormat, plan: EvalPlan, proof: Proof) -> Conditions:
     """Return everything that the score depends on; known before anything is computed."""
     shots = task.task.config.num_fewshot or 0
+    generates = task.task.OUTPUT_TYPE == "generate_until"
+    with _quiet():
+        settings, warm = _generation(task.task.config.generation_kwargs)
+    sampled = generates and warm > 0
+    mode = f"sampled(T={warm:.10g})" if sampled else "greedy"
     return Conditions(
         weights=proof.fingerprint,
         model=plan.model,
         numerics=plan.numerics,
         engine=plan.engine,
-        mode="greedy" if task.task.OUTPUT_TYPE == "generate_until" else "loglikelihood",
+        mode=mode if generates else "loglikelihood",
         task=f"lm_eval/{task.settings.name}/{task.metric},{task.filter},{shots}-shot{',chat' * task.settings.chat}",
         data_hash=task.hash,
         template_hash=chat.template_hash if task.settings.chat else "none",
-        max_tokens=int((task.task.config.generation_kwargs or {}).get("max_gen_toks", REPLY_TOKENS)),
-        seed=plan.seed,
+        max_tokens=settings["max_gen_toks"],
+        seed=plan.seed if sampled else 0,  # nothing else depends on it, and runs of other seeds are to be comparable
     )
 
 
@@ -267,15 +272,14 @@ class _Model:
 
     def replies(self, requests: Any) -> list[str]:
         """Return the reply to each request, cut at the first of its stop texts."""
-        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+        from lm_eval.models.utils import handle_stop_sequences
 
         asked, ends = [], []
         eos = self._tokenizer.decode([self._tokenizer.eos_token_id])
         for number, one in enumerate(requests):
             text, given = one.args
-            settings: dict[str, Any] = dict(normalize_gen_kwargs(given, REPLY_TOKENS))
+            settings, warm = _generation(given)
             until, count = handle_stop_sequences(settings.get("until"), eos=eos), settings["max_gen_toks"]
-            warm = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
             sampling = Sampling(
                 count,
                 warm,
@@ -283,7 +287,12 @@ class _Model:
                 top_p=float(settings.get("top_p", 1.0)),
                 stop=tuple(until),
             )
-            room = self._room - count
+            if (room := self._room - count) < 1:
+                raise EvaluationError(
+                    f"max_gen_toks={count} leaves no room for a prompt: the model's context has {self._room} tokens",
+                    where=f"eval.lm_eval, task {one.task_name}",
+                    fix="lower generation_kwargs.max_gen_toks in the task's YAML file",
+                )
             asked.append((tuple(self._encode(text)[-room:]), sampling, f"{one.doc_id}#{number}"))
             ends.append(until)
         found = {one.request.id: one for one in self._sampled(asked)}
@@ -309,6 +318,14 @@ class _Model:
             found.append(one)
             self._progress(len(found), len(asked))
         return found
+
+
+def _generation(given: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
+    """Return settings of a generated reply as lm-eval reads them, and the temperature; 0 is greedy."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    settings: dict[str, Any] = dict(normalize_gen_kwargs(dict(given or {}), REPLY_TOKENS))
+    return settings, float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
 
 
 def _filters(task: Any) -> list[str]:

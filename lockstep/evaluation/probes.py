@@ -117,7 +117,7 @@ class Headroom:
 
     samples: int
     passes: tuple[Estimate, ...]
-    """Estimates pass@1, pass@2, pass@4 … pass@n."""
+    """Estimates pass@1, pass@2, pass@4 … pass@n, and of the recipe's group size."""
     mixed: tuple[tuple[int, float], ...]
     """By group size, the share of groups with both right and wrong replies; unbiased, from n samples of each item."""
     never: float
@@ -129,8 +129,11 @@ class Headroom:
         return self.passes[0].value
 
 
-def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
-    """Measure the headroom. Raises EvaluationError below two samples per item, or if no item has all samples scored."""
+def probe_headroom(results: Sequence[ItemResult], samples: int, group: int = 1) -> Headroom:
+    """Measure the headroom, also of groups of `group` if there are as many samples.
+
+    Raises EvaluationError below two samples per item, or if no item has all samples scored.
+    """
     if samples < 2:
         raise EvaluationError(
             "headroom needs at least 2 samples of each question",
@@ -145,7 +148,7 @@ def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
             where="probe headroom",
             fix="correct the verifier, so that it scores all replies",
         )
-    sizes = sorted({*(2**i for i in range(samples.bit_length()) if 2**i <= samples), samples})
+    sizes = sorted({*(2**i for i in range(samples.bit_length()) if 2**i <= samples), min(group, samples), samples})
     return Headroom(
         samples=samples,
         passes=tuple(estimate(results, f"pass@{k}", samples) for k in sizes),
@@ -178,6 +181,8 @@ def headroom_lines(probe: Headroom, group: int) -> list[str]:
 def advise(probe: Headroom, group: int) -> list[str]:
     """Return advice on group size and difficulty, at least one sentence."""
     rate, mixed = probe.solve_rate, dict(probe.mixed)
+    if group == 1:
+        return [_advise_alone(rate)]
     if rate < HARD:
         return [
             f"the solve rate is {rate:.1%}, below {HARD:.0%}: most groups have nothing right in them. Take easier questions or a "
@@ -197,4 +202,14 @@ def advise(probe: Headroom, group: int) -> list[str]:
     if now is not None and now < MIXED:
         return [f"samples_per_prompt={group} gives {now:.0%} mixed groups; {enough} would give {mixed[enough]:.0%}"]
     share = f" ({now:.0%} mixed)" if now is not None else ""
-    return [f"the difficulty fits: samples_per_prompt={group}{share} is enough, {enough} is the smallest that is"]
+    return [
+        f"the difficulty fits: samples_per_prompt={group}{share} is enough, {enough} is the smallest measured that is"
+    ]
+
+
+def _advise_alone(rate: float) -> str:
+    if rate < HARD:
+        then = "hardly any reply is right: take easier questions or a curriculum, or warm up by SFT"
+    else:
+        then = "hardly any reply is wrong: take harder questions" if rate > EASY else "the difficulty fits"
+    return f"mixed groups are not applicable to samples_per_prompt=1; the solve rate is {rate:.1%}, {then}"

@@ -105,5 +105,5 @@ def _plateau(rule: Plateau, points: Sequence[Point]) -> str:
         return ""
     return (
         f"the mean of {rule.smooth} evaluations of {rule.metric} has not risen by more than {100 * rule.min_delta:g} points "
-        f"for {waited} evaluations (best {100 * top.value:.1f} % at step {top.step}, now {100 * means[-1].value:.1f} %)"
+        f"for {waited} evaluations ({100 * top.value:.1f} % at step {top.step}, now {100 * means[-1].value:.1f} %)"
     )

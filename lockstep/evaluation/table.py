@@ -9,7 +9,7 @@ from lockstep.errors import EvaluationError
 from lockstep.evaluation.alarms import untrained_alarm
 from lockstep.evaluation.brief import Brief, brief_of, default_estimate
 from lockstep.evaluation.compare import Comparison, compare, power_line
-from lockstep.evaluation.intervals import item_points
+from lockstep.evaluation.intervals import worth
 from lockstep.track.text import one_line
 from lockstep.types import Estimate, Score
 
@@ -99,7 +99,16 @@ def score_line(score: Score) -> str:
     name = default_estimate(score.samples)
     numbers = score.estimates or (Estimate(name, score.accuracy, None, score.low, score.high, score.items),)
     shown = ", ".join(estimate_line(one) for one in numbers)
-    return f"{shown}; {score.items} items, 1 item = {item_points(score.items):.2g} points"
+    return f"{shown}; {items_line(score)}"
+
+
+def items_line(score: Score) -> str:
+    """Say how many items a score is of, and what one is worth. Example: "2 of 8 items scored, 1 item = 50 points"."""
+    scored = score.estimates[0].items if score.estimates else score.items
+    if score.items == 1:
+        return worth(scored)
+    items = f"{score.items} items" if scored == score.items else f"{scored} of {score.items} items scored"
+    return f"{items}, {worth(scored)}"
 
 
 def _notes(row: Row) -> list[str]:

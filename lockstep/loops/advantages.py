@@ -80,9 +80,9 @@ def shaped_reward(rollout: Rollout, recipe: Recipe) -> float | None:
     """Return the reward for credit assignment: the grade's, minus the penalty for a long reply. None is unscored."""
     if rollout.grade.reward is None:
         return None
-    overlong, tokens = recipe.algorithm.overlong, len(rollout.ids)
+    overlong = recipe.algorithm.overlong
     return rollout.grade.reward - overlong_penalty(
-        tokens, recipe.rollout.max_tokens, buffer=overlong.buffer, penalty=overlong.penalty
+        rollout.charged, recipe.rollout.max_tokens, buffer=overlong.buffer, penalty=overlong.penalty
     )
 
 
@@ -104,6 +104,12 @@ def advantage_rows(groups: Sequence[Group], batch: Batch) -> list[tuple[float, .
     rows = by_sample(batch.sequences)
     means = iter([_mean_advantage([batch.sequences[place] for place in places]) for places in rows])
     return [tuple(next(means) for _ in group.rollouts) for group in groups]
+
+
+def with_advantage(batch: Batch) -> list[bool]:
+    """Return for each reply whether a trained token of it has an advantage that is not 0; their mean may be 0 all the same."""
+    rows = [any(compress(sequence.advantages, sequence.trained)) for sequence in batch.sequences]
+    return [any(rows[place] for place in places) for places in by_sample(batch.sequences)]
 
 
 def mean_kl(batch: Batch) -> float | None:

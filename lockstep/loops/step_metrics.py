@@ -8,7 +8,7 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from lockstep.config.schema import Recipe
-from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated
+from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated, with_advantage
 from lockstep.track.writer import StepRecord
 from lockstep.types import Batch, Group, Metrics, Rollout
 
@@ -19,23 +19,24 @@ def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
     lengths = [rollout.sampled for rollout in rollouts]  # sampled tokens only: observations are not the policy's
     metrics: Metrics = {
         "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
-        "reward/zero_std_groups": fmean(_all_equal(group, recipe) for group in groups),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated": fmean(truncated(rollout) for rollout in rollouts),
         "batch/samples": float(len(rollouts)),
         "batch/tokens_generated": float(sum(lengths)),
     }
+    if compared := [group for group in groups if recipe.algorithm.compares_in_group and len(group.rollouts) > 1]:
+        metrics["reward/zero_std_groups"] = fmean(_all_equal(group, recipe) for group in compared)
     return metrics | _reward_metrics(rollouts) | _surprise(rollouts) | _overlong_metrics(rollouts, recipe)
 
 
 def credit_metrics(groups: Sequence[Group], rows: Sequence[Sequence[float]], batch: Batch, recipe: Recipe) -> Metrics:
-    """Return metrics of the trained samples and their targets. `rows` are the advantages of the groups' replies."""
+    """Return metrics of the trained samples and their targets. `rows` are the mean advantages of the groups' replies."""
     flat = [advantage for row in rows for advantage in row]
     metrics: Metrics = {"batch/prompts": float(len(groups))}
     if recipe.algorithm.kl.coef > 0:
         metrics["kl/coef"] = batch.kl_coef
-    metrics["advantage/nonzero"] = fmean(advantage != 0 for advantage in flat) if flat else 0.0
+    metrics["advantage/nonzero"] = fmean(with_advantage(batch)) if flat else 0.0
     if not flat:
         return metrics
     metrics |= {

@@ -141,18 +141,25 @@ def _mode_name(path: Path) -> str:
     return re.sub(r"^step_\d+_", "", path.stem)
 
 
+def _mode_of(score: Score) -> tuple[str, str]:
+    return score.conditions.task, score.conditions.mode
+
+
 def _compare(scores: Sequence[Score], notes: list[str]) -> list[Row]:
     last = max((score.step for score in scores), default=0)
     trained = [score for score in scores if score.step == last]
-    measured = {(score.conditions.task, score.conditions.mode) for score in trained}  # sets have cadences of their own
-    base = [one for one in scores if one.step == 0 and (one.conditions.task, one.conditions.mode) in measured]
+    measured = {_mode_of(score) for score in trained}  # sets have cadences of their own
+    base = [one for one in scores if one.step == 0 and _mode_of(one) in measured]
     if not base or last == 0:
         return []
-    try:
-        return comparison_table(base, trained)
-    except EvaluationError as error:
-        notes.append(f"base and trained are not compared: {error.what}")
-        return []
+    rows: list[Row] = []
+    for mode in dict.fromkeys(map(_mode_of, (*base, *trained))):
+        before, after = ([one for one in side if _mode_of(one) == mode] for side in (base, trained))
+        try:
+            rows += comparison_table(before, after)
+        except EvaluationError as error:  # the others are compared all the same
+            notes.append(f"base and trained are not compared: {error.what}")
+    return rows
 
 
 def _recipe(text: str, notes: list[str]) -> Recipe | None:

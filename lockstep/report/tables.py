@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.evaluation.table import Row
+from lockstep.evaluation.table import Row, items_line
 from lockstep.report.gather import NamedScore, Outside
 from lockstep.track.catalogue import find, healthy_text
 from lockstep.types import Score
@@ -51,7 +51,7 @@ def conditions(score: Score) -> str:
     """Return the conditions of a comparison with the base in one line."""
     c = score.conditions
     what = f"{c.numerics}, engine {c.engine}, {c.max_tokens} tokens, data {c.data_hash[:12]}, template {c.template_hash[:12]}"
-    return f"Steps 0 and {score.step}; {what}; 1 item = {100 / max(score.items, 1):.2g} points."
+    return f"Steps 0 and {score.step}; {what}; {items_line(score)}."
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -275,6 +275,7 @@ class Agents:
             turns=len(done),
             cut="turns" if episode.out == "turns" else outcome.fault.kind if outcome.fault else "",
             branches=tuple(rows[1:]),
+            spent=episode.spent,
         )
 
 

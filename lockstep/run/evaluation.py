@@ -149,8 +149,12 @@ def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
 
 
 def _equal_rewards(logger: RunLogger) -> bool | None:
-    """Return True if all rewards of every group of the run were equal; None if no step has been recorded yet."""
-    shares = [row.metrics.get("reward/zero_std_groups") for row in read_metrics(logger.run) if row.step]
+    """Return True if all rewards of every group of the run were equal; None if that is not known.
+
+    The metric is there from the first step on, in recipes whose advantages compare rewards within a group.
+    """
+    name = "reward/zero_std_groups"
+    shares = [row.metrics[name] for row in read_metrics(logger.run) if row.step and name in row.metrics]
     return all(share == 1 for share in shares) if shares else None
 
 

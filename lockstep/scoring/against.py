@@ -23,7 +23,7 @@ WEIGHTS = {"weights", "model", "numerics"}
 def stored_by(name: str) -> list[Record]:
     """Return the last scores of RUN, or those of RUN@STEP. Raises EvaluationError if there are none."""
     found = newest([record for record in records_of(name) if record.brief.score.step])
-    if not found or not is_run(found[0].path.parents[1]):
+    if not found or not is_run(found[0].path.resolve().parents[1]):
         what = "this is not a run directory with scores of trained weights"
         raise EvaluationError(what, where=f"--against {name}", fix="give a run that was evaluated, such as runs/mine")
     return found
@@ -53,7 +53,7 @@ def require_same(outcome: Outcome, stored: Sequence[Record], limit: int) -> list
     if beyond or not any(line.startswith("against") for line in lines):
         what = "; ".join(beyond or lines) or "no stored score has the same items and mode"
         fix = "check numerics, chat template and merged weights; evaluate both on the same device with the same threads"
-        raise EvaluationError(what, where=f"--against {stored[0].path.parents[1]}", fix=fix)
+        raise EvaluationError(what, where=f"--against {stored[0].path.resolve().parents[1]}", fix=fix)
     return lines
 
 

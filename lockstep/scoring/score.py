@@ -216,9 +216,10 @@ def _of_lm_eval(measuring: Measuring, proof: Proof, step: int, asked: LmEvalSet,
     plan = eval_plan(target.recipe, measuring.numerics, session.policy.context)
     task = load_task(asked, chat)
     conditions = conditions_of(task, chat, plan, proof)
-    folder = Path(target.recipe.runs_dir) / "scores"
-    home = score_path(target.run, step, name) if target.run else folder / file_name(target, name, step, base=base)
-    home = free_path(options.out / file_name(target, name, step, base=base) if options.out else home, conditions)
+    if options.out is not None:
+        home = free_path(options.out / file_name(target, name, step, base=base), conditions)
+    else:
+        home = _home(measuring, name, conditions, step, own=_is_the_runs_own_task(measuring, asked, plan), base=base)
     score = stored_score(home, conditions)
     if score is None:
         progress = options.watch(name, step) if options.watch else lambda done, of: None
@@ -236,7 +237,7 @@ def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: E
     plan = eval_plan(target.recipe, measuring.numerics, session.policy.context, chosen)
     items = heldout_items(session.task, plan)
     conditions = score_conditions(items, session.task, session.policy.chat, mode, plan, proof)
-    home = _home(measuring, chosen, mode, plan, conditions, step, base=reuse)
+    home = _home(measuring, name, conditions, step, own=_is_the_runs_own(measuring, chosen, mode, plan), base=reuse)
     stored = stored_score(home, conditions)
     if stored is not None and reuse:
         measuring.notes.append(f"{name} at step {step}: measured before under the same conditions ({home})")
@@ -296,27 +297,17 @@ def agreement(name: str, score: Score, stored: Score, path: Path) -> str:
 
 
 # --- where scores go ------------------------------------------------------------------------------------------------
-def _home(
-    measuring: Measuring,
-    chosen: EvalSet,
-    mode: EvalMode,
-    plan: EvalPlan,
-    conditions: Conditions,
-    step: int,
-    *,
-    base: bool,
-) -> Path:
-    """Return the default path of a score, without --out.
+def _home(measuring: Measuring, name: str, conditions: Conditions, step: int, *, own: bool, base: bool) -> Path:
+    """Return the default path of a score, without --out. `own` tells whether the conditions are those of the run.
 
     In a run, scores under the run's own conditions are stored beside those of its training; others in a separate folder, so
     that they never mix. For a model or an adapter the first score has the plain name, one under other conditions a folder.
     """
-    target, recipe = measuring.target, measuring.target.recipe
-    name = recipe.eval.score_name(chosen.role, mode.name)
+    target = measuring.target
     if target.run is None or target.trained is None:
-        return free_path(Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base), conditions)
+        return free_path(Path(target.recipe.runs_dir) / "scores" / file_name(target, name, step, base=base), conditions)
     path = score_path(target.run, step, name)
-    if _is_the_runs_own(measuring, chosen, mode, plan):
+    if own:
         return free_path(path, conditions)  # data, template and model are files, which may have changed
     return path.parent / conditions_digest(replace(conditions, weights="")) / path.name
 
@@ -344,6 +335,18 @@ def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan
     same_names = trained.eval.role == recipe.eval.role
     same_base = trained.warm_start == recipe.warm_start  # otherwise the score would replace the run's own
     return same_names and same_base and (own, trained.task, trained.chat) == (plan, recipe.task, recipe.chat)
+
+
+def _is_the_runs_own_task(measuring: Measuring, asked: LmEvalSet, plan: EvalPlan) -> bool:
+    from lockstep.run.evaluation import numerics_of
+
+    target, policy = measuring.target, measuring.session.policy
+    trained, recipe = target.trained, target.recipe
+    if trained is None or asked not in trained.eval.lm_eval:
+        return False
+    mine = eval_plan(trained, numerics_of(trained, policy.numerics), policy.context)
+    computed = [(one.model, one.numerics, one.engine, one.seed) for one in (mine, plan)]
+    return computed[0] == computed[1] and (trained.chat, trained.warm_start) == (recipe.chat, recipe.warm_start)
 
 
 def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) -> None:

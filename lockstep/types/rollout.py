@@ -200,6 +200,14 @@ class Rollout:
     """Cause of an early end of the episode: its limit of turns, or its environment, which took too long or failed."""
     branches: tuple[Branch, ...] = ()
     """Further rows of the episode: histories that its program rewrote or forked. They share its grade."""
+    spent: int | None = None
+    """Tokens of the episode that count towards rollout.max_tokens, where those are not all of `ids`: a program's episode pays for
+    what was sampled in all of its rows, and not for what its tools said."""
+
+    @property
+    def charged(self) -> int:
+        """Number of tokens that count towards rollout.max_tokens."""
+        return len(self.ids) if self.spent is None else self.spent
 
     @property
     def rows(self) -> tuple[Branch, ...]:

@@ -46,17 +46,21 @@ REST = 400
 """Rest after a look, in times of the CPU seconds that it took: the page and the reader of rollouts each take 0.25 % of a core."""
 
 
+LARGEST = 2**31 - 1
+"""Largest step, or row of a step, that a table holds."""
+
+
 class Ask(BaseModel):
     """Parameters of the smaller questions; runs are numbered in the order of the command line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    run: int = Field(default=0, ge=0)
-    other: int = Field(default=0, ge=0)
-    step: int = 0
-    row: int = Field(default=0, ge=0)
-    first: int = 0
-    last: int = 2**31 - 1
+    run: int = Field(default=0, ge=0, le=LARGEST)
+    other: int = Field(default=0, ge=0, le=LARGEST)
+    step: int = Field(default=0, le=LARGEST)
+    row: int = Field(default=0, ge=0, le=LARGEST)
+    first: int = Field(default=0, ge=-LARGEST, le=LARGEST)
+    last: int = Field(default=LARGEST, ge=-LARGEST, le=LARGEST)
     prompt: str = Field(default="", max_length=1000)
     text: str = Field(default="", max_length=200)
 

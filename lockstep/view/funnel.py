@@ -1,4 +1,4 @@
-"""The sample funnel: rollouts asked for, generated, scored and trained, with the reasons for the losses."""
+"""The sample funnel: rollouts asked for, generated, scored and with an advantage, with the reasons for the losses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from lockstep.report.figures import Figure, Series
 from lockstep.view.index import Index
 
 UNSCORED_SHOWN = 8
+ADVANTAGE = "with an advantage"
+"""Name of the last stage."""
 
 COUNTS = """
 WITH chosen AS (
@@ -18,7 +20,7 @@ WITH chosen AS (
 SELECT step, CASE
   WHEN length = 0 THEN 'empty'
   WHEN reward IS NULL THEN 'unscored'
-  WHEN advantage <> 0 THEN 'trained'
+  WHEN advantage <> 0 THEN 'advantage'
   WHEN lowest = highest THEN 'equal'
   WHEN finish = 'length' THEN 'cut'
   WHEN most = 0 THEN 'unused'
@@ -30,12 +32,14 @@ SELECT coalesce(left(error, 200), 'no reason was stored') AS reason, count(*) AS
 WHERE run = ? AND step BETWEEN ? AND ? AND reward IS NULL AND length > 0 GROUP BY ALL ORDER BY count DESC, reason
 """
 WHY = {
-    "equal": "all rewards of the group are equal, so its advantages are 0",
-    "cut": "cut off at the token budget, advantage 0",
-    "unused": "group not trained on: dynamic sampling had enough, or left it out",
-    "mean": "reward equal to the baseline, advantage 0",
+    "equal": "all rewards of the group are equal, mean advantage 0",
+    "cut": "cut off at the token budget, mean advantage 0",
+    "unused": "mean advantage 0 in the whole group: left out by dynamic sampling, or its tokens' advantages add up to 0",
+    "mean": "mean advantage 0: reward equal to the baseline, or its tokens' advantages add up to 0",
 }
-"""Reasons why a scored rollout gives no gradient."""
+"""Reasons why a scored rollout has no advantage. What is stored is the mean over its tokens; an estimator of one's own can give
+tokens advantages whose mean is 0, and these are trained.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +80,14 @@ def funnel(index: Index, run: int, first: int, last: int) -> Funnel:
         Stage("asked for", asked),
         Stage("generated", generated, (Loss("the reply is empty", asked - generated),) if asked > generated else ()),
         Stage("scored", scored, tuple(errors)),
-        Stage("trained", total.get("trained", 0), tuple(idle)),
+        Stage(ADVANTAGE, total.get("advantage", 0), tuple(idle)),
     )
     return Funnel(stages, _by_step(fates))
 
 
 def _by_step(fates: dict[tuple[int, str], int]) -> Figure:
     steps = tuple(sorted({step for step, _ in fates}))
-    parts = {"trained": ("trained",), "no advantage": tuple(WHY), "unscored or empty": ("unscored", "empty")}
+    parts = {ADVANTAGE: ("advantage",), "no advantage": tuple(WHY), "unscored or empty": ("unscored", "empty")}
     series = [
         Series(label, steps, tuple(float(sum(fates.get((step, fate), 0) for fate in names)) for step in steps))
         for label, names in parts.items()

@@ -37,12 +37,12 @@ def test_two_files_are_compared_with_all_that_the_numbers_can_say(run: Path, sai
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == "sums/id_probe/numeric, greedy"
-    assert lines[1].startswith("  A run at step 0: pass@1 49.5 % ± 3.5 [42.7, 56.3]; 202 items, 1 item = 0.5 points")
+    assert lines[1].startswith("  A run at step 0: pass@1 49.5 % ± 3.5 [42.7, 56.3]; 202 items, 1 item = 0.495 points")
     assert lines[3].startswith(
         "  pass@1: +5.9 points [+3.0, +9.4], 12 rose, 0 fell, p = 0.00049 (McNemar, exact): improved"
     )
     assert lines[4] == (
-        "  1 item = 0.5 points; with 202 items, of which 12 changed, a difference under 4.0 points cannot be told from noise"
+        "  1 item = 0.495 points; with 202 items, of which 12 changed, a difference under 4.0 points cannot be told from noise"
     )
     assert lines[5] == "  202 of 202 replies differ in their text"
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import EvaluationError
 from lockstep.evaluation.records import read_score, score_path, write_score
+from lockstep.scoring.against import stored_by
 from tests.gallery import Gallery
 from tests.saying import Said
 
@@ -47,3 +49,13 @@ def test_the_best_known_score_stands_beside(
     assert code == 0
     (told,) = [line for line in out.splitlines() if line.startswith("best known of id_probe greedy")]
     assert told.endswith("by better at step 3")
+
+
+def test_a_file_of_this_folder_alone_is_no_run(
+    gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = read_score(score_path(gallery.run("lora").path, 3, "greedy"))
+    write_score(tmp_path / "step_000003_greedy.json", stored)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EvaluationError, match="not a run directory"):
+        stored_by("step_000003_greedy.json")

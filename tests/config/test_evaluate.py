@@ -62,7 +62,7 @@ SETS = "eval.also=[{role: ood_probe, items: 202}, {role: sanity, items: 18}, {ro
 @pytest.mark.parametrize(
     ("metric", "says"),
     [
-        ("eval/sanity.greedy/accuracy", "a sanity set must not decide anything (18 items, 1 item = 5.6 points)"),
+        ("eval/sanity.greedy/accuracy", "a sanity set must not decide anything (18 items, 1 item = 5.56 points)"),
         ("eval/train.greedy/accuracy", "a train set must not decide anything (it is not held out)"),
         ("eval/ood.greedy/accuracy", "no evaluation has this name; there are eval/greedy/accuracy"),
         ("eval/greedy/mean_tokens", "mean_tokens says nothing about quality"),

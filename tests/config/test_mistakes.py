@@ -132,6 +132,10 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
             "[0.5, 5] is too wide for a geometric mean, which stays within a few percent of 1",
         ),
         (
+            ["algorithm.overlong.buffer=4096", "rollout.max_tokens=1024"],
+            "algorithm.overlong.buffer=4096 is above rollout.max_tokens=1024: even an empty reply would be punished",
+        ),
+        (
             ["samples_per_prompt=1"],
             "samples_per_prompt=1: grpo compares the samples of a prompt and needs at least 2",
         ),

@@ -121,7 +121,7 @@ algorithms = section(  # of the default kind: the settings that other kinds have
     aggregation=st.sampled_from(["token-mean", "prompt-mean"]),
     kl=section({"coef": positive}, target=st.none() | positive, estimator=st.sampled_from(["k2", "k3"])),
     correction=corrections,
-    overlong=section(buffer=count, penalty=positive, drop_truncated=st.booleans()),
+    overlong=section(buffer=st.integers(0, 64), penalty=positive, drop_truncated=st.booleans()),
     dynamic_sampling=section(enabled=st.booleans()),
 ) | section(
     {

@@ -12,7 +12,8 @@ from lockstep.evaluation.compare import Verdict, compare, power_line, verdict_of
 from lockstep.evaluation.estimates import estimate
 from lockstep.evaluation.intervals import mcnemar, noise_floor, paired_difference, smallest_detectable
 from lockstep.evaluation.records import comparable
-from lockstep.evaluation.table import comparison_table, table_lines
+from lockstep.evaluation.table import comparison_table, score_line, table_lines
+from lockstep.report.tables import conditions
 from lockstep.types import Conditions
 from tests.evaluation.scores import CONDITIONS, score
 
@@ -132,6 +133,17 @@ def test_a_part_of_the_items_is_not_identical() -> None:
     part = with_texts_of(score([True, False, True], weights=B), base)
     part = dataclasses.replace(part, results=part.results[:2])  # type: ignore[attr-defined, type-var]
     assert compare(base, part).identical is False  # type: ignore[arg-type]
+
+
+def test_an_item_is_worth_a_share_of_the_scored_items() -> None:
+    """Unscored replies are in no number; one item is worth 100 points, not 1e+02."""
+    some, one = score([True, False, *[None] * 6]), score([True])
+    assert score_line(some).endswith("; 2 of 8 items scored, 1 item = 50 points")
+    assert "2 of 8 items scored, 1 item = 50 points" in conditions(some)
+    assert score_line(one).endswith("; 1 item = 100 points")
+    assert power_line(compare(one, score([False], weights=B))).startswith(
+        "1 item = 100 points; with 1 item, of which 1"
+    )
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.chat.chat import ChatFormat
+from lockstep.cli import main
 from lockstep.config.evaluate import LmEvalSet
 from lockstep.errors import ConfigError, EvaluationError
 from lockstep.evaluation.collect import pair, records_of
-from lockstep.evaluation.lm_eval import evaluate_task, load_task
+from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
 from lockstep.evaluation.plan import eval_plan
 from lockstep.evaluation.records import read_score
+from lockstep.models import load_tokenizer, resolve
 from lockstep.scoring.targets import EvalSession, build_eval_session
 from lockstep.types import Proof, Score
 from tests.loops.runs import recipe, trained
@@ -153,6 +157,53 @@ def test_a_run_measures_a_task_and_compares_it_with_the_base(
     assert '"eval/lm_eval.sums/accuracy"' in run.metrics_path.read_text()
     files = [records_of(str(run.scores_path / f"step_{step:06d}_lm_eval.sums.json")) for step in (0, 3)]
     assert len(pair(*files)) == 1  # the same items under the same conditions: they may be compared
+    scores_of = [run.scores_path / f"step_{step:06d}_lm_eval.sums.json" for step in (0, 3)]
+    scores_of[1].unlink()
+    assert main(["eval", str(run.path), "--numerics", "mxfp4-w4a4", "--mode", "greedy", "--no-base"]) == 0
+    (other,) = run.scores_path.glob("*/step_000003_lm_eval.sums.json")
+    assert read_score(other).conditions.numerics.startswith("mxfp4-w4a4")
+    assert not scores_of[1].exists(), "the run's own scores have the run's numerics"
+    assert main(["eval", str(run.path), "--mode", "greedy", "--no-base"]) == 0
+    assert read_score(scores_of[1]).conditions == scores[1].conditions
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "mode", "seeds"),
+    [
+        ("choice", "", "loglikelihood", [0, 0]),
+        ("reply", "do_sample: false", "greedy", [0, 0]),
+        ("reply", "do_sample: true, temperature: 0.0", "greedy", [0, 0]),
+        ("reply", "do_sample: true, temperature: 0.7", "sampled(T=0.7)", [1, 2]),
+        ("reply", "temperature: 1.0", "sampled(T=1)", [1, 2]),
+    ],
+)
+def test_a_score_names_its_seed_only_where_replies_are_sampled(
+    tasks: dict[str, Path],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    name: str,
+    generation: str,
+    mode: str,
+    seeds: list[int],
+) -> None:
+    """Else two runs of one recipe with other seeds could not be compared."""
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(tasks[name].read_text().replace("do_sample: false", generation))
+    settings = recipe(tmp_path, tiny_model_dir)
+    chat = ChatFormat(load_tokenizer(resolve(settings.model)), settings.chat, None)
+    task, proof = load_task(LmEvalSet(name=name, path=str(path)), chat), Proof(0, "f", 1, 4, (), -1, None, 0.0)
+    found = [conditions_of(task, chat, replace(eval_plan(settings, "fp32"), seed=seed), proof) for seed in (1, 2)]
+    assert [one.mode for one in found] == [mode] * 2
+    assert [one.seed for one in found] == seeds
+
+
+def test_more_reply_tokens_than_the_context_has_are_refused(
+    session: EvalSession, proof: Proof, tasks: dict[str, Path], tmp_path: Path
+) -> None:
+    path, context = tmp_path / "long.yaml", session.policy.context or 0
+    path.write_text(tasks["reply"].read_text().replace("max_gen_toks: 9", f"max_gen_toks: {context}"))
+    with pytest.raises(EvaluationError, match=f"max_gen_toks={context} leaves no room .* context has {context} tokens"):
+        measured(session, proof, LmEvalSet(name="long", path=str(path)))
 
 
 @pytest.mark.parametrize(

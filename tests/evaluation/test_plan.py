@@ -95,7 +95,7 @@ def test_the_plan_names_every_set_and_the_stopping_rule() -> None:
     lines = plan_lines(recipe(steps=50, eval={"also": sets, "stop": {"kind": "drops"}}))
     assert "200 items of id_probe, 202 items of ood_probe, 18 items of sanity, replies of up to 64 tokens" in lines[0]
     assert [line.partition(":")[0] for line in lines[1:4]] == ["id_probe", "ood_probe", "sanity"]
-    assert lines[3].startswith("sanity: 1 item = 5.6 points")
+    assert lines[3].startswith("sanity: 1 item = 5.56 points")
     assert lines[4:] == [
         "sanity is measured only for information",
         "will stop when eval/ood_probe.greedy/accuracy falls 2 evaluations in a row",

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from lockstep.commands.preflight import judged
 from lockstep.errors import EvaluationError
 from lockstep.evaluation.probes import (
     advise,
@@ -99,6 +100,30 @@ def test_headroom_by_hand() -> None:
 def test_advice_follows_from_the_solve_rate(rate: float, group: int, says: str) -> None:
     marks = (np.random.default_rng(1).random((60, 8)) < rate).tolist()
     assert says in advise(probe_headroom(score(marks).results, 8), group)[0]
+
+
+def test_the_recipes_own_group_size_is_measured() -> None:
+    """Items solved 1, 2 or 7 of 8 times. Of 6 of 8 replies all are wrong with chance 7/28 and 1/28, or right with chance 7/28."""
+    marks = [[place < right for place in range(8)] for right in (1, 2, 7)]
+    probe = probe_headroom(score(marks).results, 8, 6)
+    assert dict(probe.mixed)[6] == pytest.approx((21 + 27 + 21) / (3 * 28))
+    assert "samples_per_prompt=6 (82% mixed) is enough" in advise(probe, 6)[0]
+    check = judged(probe, 6, "")
+    assert (check.verdict, "82% of groups of 6 have" in check.found) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    ("rate", "verdict", "says"), [(0.02, "warn", "easier"), (0.5, "ok", "fits"), (1.0, "warn", "harder")]
+)
+def test_mixed_groups_are_not_applicable_to_one_sample(rate: float, verdict: str, says: str) -> None:
+    """The share of groups of 1 was that of groups of 8."""
+    marks = [[item * 8 + place < rate * 160 for place in range(8)] for item in range(20)]
+    probe = probe_headroom(score(marks).results, 8, 1)
+    (advice,) = advise(probe, 1)
+    assert "not applicable to samples_per_prompt=1" in advice
+    assert says in advice
+    check = judged(probe, 1, advice)
+    assert (check.verdict, "groups of 1 have" in check.found) == (verdict, False)
 
 
 def test_items_that_are_all_or_nothing_need_other_items() -> None:

@@ -79,8 +79,10 @@ def test_a_plateau_waits_for_its_patience_on_the_smoothed_curve() -> None:
     # Means of three: 0.40, 0.467, 0.50 (step 40), 0.50, 0.50: two without a rise of a point at step 60.
     assert [round(p.value, 3) for p in smoothed(points, 3)] == [0.4, 0.467, 0.5, 0.5, 0.5, 0.5]
     assert first_stop(rule, points) == 60
-    assert "for 2 evaluations (best 50.0 % at step 40, now 50.0 %)" in should_stop(rule, points[:7])
+    assert "for 2 evaluations (50.0 % at step 40, now 50.0 %)" in should_stop(rule, points[:7])
     assert first_stop(rule, curve(0.3, 0.4)) is None
+    slow = Plateau(metric="eval/greedy/accuracy", smooth=1, patience=2, min_delta=0.01)
+    assert "(50.0 % at step 0, now 50.9 %)" in should_stop(slow, curve(0.5, 0.505, 0.509)), "not called the best"
 
 
 def test_one_bad_evaluation_does_not_end_a_smoothed_run() -> None:

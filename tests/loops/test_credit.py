@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from lockstep.loops.advantages import (
 from lockstep.loops.logprob_passes import carries_gradient
 from lockstep.loops.step_metrics import credit_metrics, rollout_metrics
 from lockstep.loops.update import make_batches, merged
-from lockstep.types import Batch, FinishReason, Grade, Group, Prompt, Rollout, TrainSequence
+from lockstep.types import Batch, Branch, FinishReason, Grade, Group, Prompt, Rollout, TrainSequence
 
 PROMPT = Prompt("p", (), "")
 
@@ -60,6 +61,45 @@ def test_a_long_reply_is_penalised_where_credit_sees_it_and_its_grade_stays() ->
     assert metrics["reward/mean"] == 1.0
     assert metrics["reward/shaped_mean"] == 0.0
     assert "reward/shaped_mean" not in rollout_metrics([Group(PROMPT, tuple(replies))], recipe(DR_GRPO))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "share"),
+    [
+        ({"kind": "grpo"}, 0.5),
+        ({"kind": "reinforce_pp_baseline"}, 0.5),
+        ({"kind": "reinforce_pp"}, None),
+        ({"kind": "reinforce"}, None),
+    ],
+)
+def test_groups_of_equal_rewards_count_only_where_a_group_is_compared(algorithm: dict[str, Any], share: float) -> None:
+    """A lone sample has no other to differ from."""
+    equal, unlike, alone = (1.0, 1.0), (1.0, 0.0), (1.0,)
+    groups = [Group(PROMPT, tuple(reply(reward, 2) for reward in rewards)) for rewards in (equal, unlike, alone)]
+    assert rollout_metrics(groups, recipe(algorithm)).get("reward/zero_std_groups") == share
+    assert "reward/zero_std_groups" not in rollout_metrics(groups[2:], recipe(algorithm))
+
+
+def test_an_episode_is_as_long_as_what_counts_towards_its_budget() -> None:
+    """An environment's episode pays for all its tokens; a program's for those sampled in all its rows (here 4 + 3 of 9 + 3)."""
+    settings = recipe({**DR_GRPO, "overlong": {"buffer": 4, "penalty": 2.0}})
+    played = replace(reply(1.0, 9), trained=(True,) * 4 + (False,) * 5)
+    program = replace(played, branches=(Branch((1,), (1, 2, 3), (-1.0,) * 3, (True,) * 3),), spent=7)
+    assert [shaped_reward(one, settings) for one in (played, program)] == [-0.5, 0.5]
+
+
+def test_advantages_that_add_up_to_0_within_a_reply_are_not_taken_for_none(tmp_path: Path) -> None:
+    """The estimator gives the halves of a reply +1 and -1 times its reward: the mean is 0, and the reply is trained."""
+    own = tmp_path / "own.py"
+    halves = "[(one.reward or 0.0) * (1.0 if 2 * t < len(one.ids) else -1.0) for t in range(len(one.ids))]"
+    own.write_text(f"def centred(replies):\n    return [{halves} for one in replies]\n")
+    settings = recipe({"kind": "reinforce", "advantage": f"{own}:centred"})
+    replies = [reply(1.0, 4), reply(1.0, 2), reply(0.0, 6), reply(1.0, 8)]
+    groups = [Group(PROMPT, tuple(replies))]
+    samples = credited(settings, *replies)
+    rows = advantage_rows(groups, samples)
+    assert rows == [(0.0,) * 4]
+    assert credit_metrics(groups, rows, samples, settings)["advantage/nonzero"] == 0.75
 
 
 def test_a_truncated_reply_that_is_left_out_counts_in_the_mean_and_in_no_denominator() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops.start import resume_run
-from lockstep.run.evaluation import computing
+from lockstep.run.evaluation import _equal_rewards, computing
+from lockstep.run.logger import RunLogger
 from lockstep.scoring.targets import build_eval_session, find_target
-from lockstep.track.writer import read_metrics
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import RunWriter, read_metrics
 from lockstep.types import Forward
 from tests.gallery import Gallery
 from tests.loops.runs import LORA, events, recipe, trained, words
@@ -31,6 +35,17 @@ def grade(prompt, reply):
     evaluations = len(list(SCORES.glob("*ood_probe*.json")))
     return float(int(prompt.answer) // 9 < 8 - 2 * evaluations)
 '''
+
+
+@pytest.mark.parametrize(("shares", "known"), [((), None), ((1.0, 1.0), True), ((1.0, 0.5), False)])
+def test_whether_rewards_were_equal_is_unknown_where_no_group_is_compared(
+    tmp_path: Path, shares: tuple[float, ...], known: bool | None
+) -> None:
+    rows = [{"reward/zero_std_groups": share} for share in shares] or [{"reward/mean": 1.0}]
+    with RunDirectory.create(tmp_path / "a", "name: a\n", {}) as run, RunWriter(run) as writer:
+        for step, row in enumerate(rows, 1):
+            writer.step(step, row)
+    assert _equal_rewards(cast(RunLogger, SimpleNamespace(run=run))) is known
 
 
 def with_ood(folder: Path, model: Path, *overrides: str) -> list[str]:
@@ -54,7 +69,9 @@ def test_several_sets_are_scored_each_under_its_name(tmp_path: Path, tiny_model_
     assert {"eval/greedy/accuracy", "eval/ood_probe.greedy/accuracy", "eval/ood_probe.greedy/se"} <= last.keys()
     log = run.log_path.read_text()
     assert "will evaluate at steps 0, 2 (last): greedy (T=0), 8 items of id_probe, 8 items of ood_probe" in log
-    assert "eval at step 0, greedy of ood_probe: pass@1 100.0 % ± 0.0 [67.6, 100.0]; 8 items, 1 item = 12 points" in log
+    assert (
+        "eval at step 0, greedy of ood_probe: pass@1 100.0 % ± 0.0 [67.6, 100.0]; 8 items, 1 item = 12.5 points" in log
+    )
     assert log.count("verdict") == 1
     assert sum("sums/ood_probe/" in line for line in log.splitlines()) == 1  # both sets in the final table
 

@@ -75,6 +75,13 @@ def test_a_run_learns_its_rows_and_is_scored(tmp_path: Path, tiny_model_dir: Pat
     assert "24 rows are trained on, 4 validate; an epoch is 6 steps of 4 rows, the run 5 epochs" in log
 
 
+def test_a_run_has_as_many_epochs_as_were_asked_for(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Of 24 rows an epoch takes 4 times 5: 12 steps are 3 epochs, as sft.epochs counts them, and not 2.5."""
+    asked = sft_runs.recipe(tmp_path, tiny_model_dir, "sft.sequences_per_step=5", "steps=12")
+    assert asked.sft is not None
+    assert read_material(asked, asked.sft).notes[-1].endswith("an epoch is 4 steps of 5 rows, the run 3 epochs")
+
+
 OPTIMIZER = '''
 import os
 import signal

@@ -248,6 +248,23 @@ def test_what_cannot_be_read_or_compared_is_a_note(tmp_path: Path) -> None:
     assert "50.0 % [35.2, 64.8]" in text  # the scores are still listed, each for itself
 
 
+def test_a_pair_that_cannot_be_compared_does_not_take_the_others_along(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run:
+        write_steps(run, 1, 3)
+        for step, weights in ((0, "a" * 16), (3, "b" * 16)):
+            for mode in ("greedy", "sampled(T=1)", "other"):
+                numerics = "fp8" if (step, mode) == (3, "greedy") else "fp32"
+                if (step, mode) == (0, "other"):
+                    continue
+                found = score([True, False] * 20, step=step, weights=weights, mode=mode, numerics=numerics)
+                write_score(score_path(run.path, step, mode[:7]), found)
+    facts = gather(RunDirectory.open(run.path))
+    assert [row.mode for row in facts.rows] == ["sampled(T=1)"]
+    notes = "\n".join(facts.notes)
+    assert "numerics: fp32 against fp8" in notes
+    assert "only one of the two sides has a score of other" in notes
+
+
 def test_the_last_step_is_that_of_the_attempt_that_counts(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run:
         write_steps(run, 1, 9)

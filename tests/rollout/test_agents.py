@@ -63,6 +63,7 @@ def test_what_goes_wrong_with_a_program_costs_its_own_sample(
     assert one["greedy"].grade.scored
     assert (one["greedy"].turns, one["greedy"].cut) == (3, "turns")
     assert len(one["greedy"].rows) == 3
+    assert len(one["greedy"].ids) < one["greedy"].sampled == one["greedy"].charged, "its budget pays for all rows"
     assert one["wordy"].grade.scored
     assert (one["wordy"].sampled, one["wordy"].finish) == (60, FinishReason.LENGTH)
     (log,) = (tmp_path / "run" / "agents").glob("*.log")

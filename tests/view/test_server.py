@@ -80,6 +80,10 @@ def test_it_only_answers_questions(serve: Start, run: RunDirectory) -> None:
     assert get(server, f"{base}api/rollouts?" + "&".join("a=b" for _ in range(60)))[0] == 400
     assert get(server, f"{base}api/rollout?step=99")[0] == 400
     assert get(server, f"{base}api/rollout?step=1&row=99")[0] == 400
+    for question in (f"rollout?step=1&row={10**20}", f"funnel?last={10**20}"):
+        status, _, body = get(server, f"{base}api/{question}")
+        assert status == 400
+        assert "is wrong" in json.loads(body)["error"]
 
 
 def test_answers_forbid_whatever_the_page_does_not_need(serve: Start, run: RunDirectory) -> None:

@@ -30,10 +30,10 @@ def test_the_funnel_counts_every_reply_once_and_names_each_loss(viewer: Viewer) 
     assert stages["asked for"] == (16, {})
     assert stages["generated"] == (14, {"the reply is empty": 2})
     assert stages["scored"] == (12, {"timed out": 2})
-    assert stages["trained"][0] == 6
-    assert sorted(stages["trained"][1].values()) == [2, 4]
-    assert "cut off at the token budget, advantage 0" in stages["trained"][1]
-    assert {one.label: one.y for one in found.by_step.series}["trained"] == (3.0, 3.0)
+    assert stages["with an advantage"][0] == 6
+    assert sorted(stages["with an advantage"][1].values()) == [2, 4]
+    assert "cut off at the token budget, mean advantage 0" in stages["with an advantage"][1]
+    assert {one.label: one.y for one in found.by_step.series}["with an advantage"] == (3.0, 3.0)
 
 
 def test_one_rollout_has_its_tokens_and_their_log_probabilities(

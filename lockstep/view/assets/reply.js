@@ -48,7 +48,7 @@
   const joined = (stretch) => stretch.pieces.join("");
   const tokens = (stretches, own) => stretches.reduce((sum, one) => sum + (own === undefined || one.sampled === own ? one.pieces.length : 0), 0);
   const many = (count) => `${count} token${count === 1 ? "" : "s"}`;
-  const learned = (row) => row.advantage === 0 ? "sampled; advantage 0" : "sampled and trained";
+  const learned = (row) => row.advantage === 0 ? "sampled; mean advantage 0" : "sampled and trained";
 
   /* Tokens of stretches one by one in a colour, or their plain text. */
   const written = (stretches, row, mode) => stretches.map((one) => mode === "plain" ? joined(one) : one.pieces.map((piece, place) => lockstep.token(piece, numbersOf(one, place, row), mode)));

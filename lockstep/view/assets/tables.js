@@ -35,9 +35,9 @@
       const asked = found.stages[0].count;
       home.replaceChildren(
         el("div", { class: "tools" }, lockstep.runPicker("Run", run, (value) => go({ run: value })), el("span", { class: "pair" }, el("span", { class: "soft" }, "step"), step("first", "from"), step("last", "to"))),
-        el("p", { class: "lead" }, "What became of the rollouts of these steps. Only trained ones move the weights."),
+        el("p", { class: "lead" }, "What became of the rollouts of these steps. An advantage is the mean over a rollout's tokens."),
         asked ? el("div", { class: "funnel-view" }, found.stages.map((one, place) => stage(one, asked, place ? found.stages[place - 1].count : null))) : el("p", { class: "empty" }, "No rollouts are stored for these steps."));
-      const colors = { trained: "--c0", "no advantage": "--c5" };
+      const colors = { "with an advantage": "--c0", "no advantage": "--c5" };
       for (const one of found.by_step.series) one.color = colors[one.label] ?? "--c4";
       if (asked) { chart = lockstep.figure(found.by_step); home.append(el("div", { class: "one-chart" }, chart.element)); }
     },
