@@ -248,7 +248,7 @@ class Parts(Section):
 
     @property
     def compares_in_group(self) -> bool:
-        """Whether advantages compare the samples of a prompt; of an estimator of one's own that is not known."""
+        """Return whether advantages compare the samples of a prompt; for a user-defined estimator that is not known."""
         advantage = self.advantage
         whitens = advantage.kind == "whitened" and advantage.baseline == "group_mean"
         return whitens or advantage.kind in ("group", "leave_one_out", "max_rl")

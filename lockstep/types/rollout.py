@@ -201,8 +201,8 @@ class Rollout:
     branches: tuple[Branch, ...] = ()
     """Further rows of the episode: histories that its program rewrote or forked. They share its grade."""
     spent: int | None = None
-    """Tokens of the episode that count towards rollout.max_tokens, where those are not all of `ids`: a program's episode pays for
-    what was sampled in all of its rows, and not for what its tools said."""
+    """Tokens of the episode that count towards rollout.max_tokens, where those are not all of `ids`: of a program's episode it is
+    what was sampled in all of its rows, and not what its tools said."""
 
     @property
     def charged(self) -> int:

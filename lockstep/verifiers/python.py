@@ -217,8 +217,11 @@ def _plain(value: object) -> object:
 
 
 def _checked(grade: Grade) -> Grade:
-    read, error = (None if value is None else _fact(value) for value in (grade.extracted, grade.error))
-    grade = replace(grade, extracted=read, error=error, method=_fact(grade.method or ""))
+    extracted, method, error = (
+        value if isinstance(value, str | None) else _fact(value)
+        for value in (grade.extracted, grade.method, grade.error)
+    )
+    grade = replace(grade, extracted=extracted, method=method or "", error=error)
     if grade.reward is None:
         return grade if grade.error else replace(grade, error="the grader gave no reward and no error")
     if not _finite(grade.reward):

@@ -37,7 +37,7 @@ WHY = {
     "unused": "mean advantage 0 in the whole group: left out by dynamic sampling, or its tokens' advantages add up to 0",
     "mean": "mean advantage 0: reward equal to the baseline, or its tokens' advantages add up to 0",
 }
-"""Reasons why a scored rollout has no advantage. What is stored is the mean over its tokens; an estimator of one's own can give
+"""Reasons why a scored rollout has no advantage. What is stored is the mean over its tokens; a user-defined estimator can give
 tokens advantages whose mean is 0, and these are trained.
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint.store import save
 from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.track.listing import annotate, removable, remove
 from lockstep.track.places import RECORD, checkpoints_of, run_of
@@ -24,7 +25,7 @@ def made(tmp_path: Path, name: str = "run", runs: str = "runs") -> tuple[Path, P
     )
     folder = checkpoints_of(run)
     for step in (1, 2, 3):
-        (folder / f"step_{step:06d}").mkdir()
+        save(run, step, lambda place: None, {})
     return run, folder
 
 
