@@ -30,18 +30,16 @@ class CodecError(ValueError):
         return f"{path}: {self.reason}" if path else self.reason
 
 
-def strict_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], object] | None = None) -> Any:
-    """Return a JSON value; `pairs` makes each object of its fields. Raises ValueError, also for NaN, infinities, deep nesting."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=pairs)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+def strict_json(
+    text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], object] | None = None, *, finite: bool = False
+) -> Any:
+    """Return a JSON value; `pairs` makes each object of its fields.
 
-
-def finite_json(text: str) -> Any:
-    """Return a JSON value as strict_json does. Raises ValueError also for numbers beyond the largest float, as 1e999."""
+    Raises ValueError, also for NaN, infinities, deep nesting, and with `finite` for numbers beyond the largest float, as 1e999.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        number = _finite if finite else None
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=number, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
 

@@ -116,9 +116,8 @@ def _arithmetic(node: ast.expr) -> int:
 
 def _options(words: list[str]) -> Iterator[tuple[str, Json]]:
     words = [word for word in words if not _OTHERS.fullmatch(word)]
-    launched = any(
-        word.rpartition("/")[2] in _LAUNCHERS for word in words
-    )  # then the script ends the launcher's options
+    # The script ends a launcher's options.
+    launched = any(word.rpartition("/")[2] in _LAUNCHERS for word in words)
     position = 0
     while position < len(words):
         word = words[position]

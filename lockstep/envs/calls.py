@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
-from lockstep.codec import finite_json
+from lockstep.codec import strict_json
 
 Format: TypeAlias = Literal["hermes", "plain"]
 
@@ -78,7 +78,7 @@ def _bare(said: str, names: Collection[str]) -> tuple[Call | BadCall, ...]:
 
 def _of_json(text: str, names: Collection[str] | None = None) -> list[Call | BadCall]:
     try:
-        found = finite_json(text)
+        found = strict_json(text, finite=True)
     except ValueError as error:
         return [BadCall(f"the call is not JSON: {error}"[:_WHY])]
     return [_of_object(one, names) for one in (found if isinstance(found, list) else [found])]
@@ -93,7 +93,7 @@ def _of_object(found: object, names: Collection[str] | None) -> Call | BadCall:
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as a text that holds JSON
         try:
-            arguments = finite_json(arguments)
+            arguments = strict_json(arguments, finite=True)
         except ValueError as error:
             return BadCall(f"the arguments are not JSON: {error}"[:_WHY])
     if not isinstance(arguments, dict):

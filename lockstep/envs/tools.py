@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from lockstep.codec import finite_json
+from lockstep.codec import strict_json
 from lockstep.config import tools as schema
 from lockstep.envs.calculator import calculator
 from lockstep.envs.calls import BadCall, Call
@@ -151,7 +151,7 @@ def _by_name(tool: Tool, arguments: Mapping[str, object] | str) -> Mapping[str, 
 def _named(arguments: str) -> dict[str, object] | None:
     """Read an object, or name=value pairs with literal values; None for anything else."""
     try:
-        value = finite_json(arguments)
+        value = strict_json(arguments, finite=True)
     except ValueError:
         try:
             call = ast.parse(f"f({arguments})", mode="eval").body

@@ -100,9 +100,7 @@ def read_material(recipe: Recipe, sft: Sft) -> Material:
     if len(train) < size:
         what = f"there are {len(train)} rows to train on, but one step needs {size}"
         raise DataError(what, where=origin, fix="lower sft.sequences_per_step or sft.validation_rows")
-    epochs = recipe.steps / (
-        len(train) // size
-    )  # as sft.epochs counts them: rows that fill no step are left out of an epoch
+    epochs = recipe.steps / (len(train) // size)  # as sft.epochs counts them: rows that fill no step are left out
     notes.append(
         f"{len(train)} rows are trained on, {len(validation)} validate; an epoch is {len(train) // size} steps of {size} rows, "
         f"the run {epochs:.3g} epochs"

@@ -98,7 +98,9 @@ class Watchdog:
         if self._settings.tier != "stop" or not self._thread.is_alive():
             return
         seconds, process = self.allowance, self._guard
-        faulthandler.dump_traceback_later(seconds, file=2)
+        faulthandler.dump_traceback_later(
+            seconds, exit=process is None, file=2
+        )  # without a guard it ends the run itself
         if process is not None and process.stdin is not None:
             line = f"{seconds + ROOM_S:.0f}\n".encode()
             with suppress(OSError, ValueError):  # it is gone, or it is stopped and its pipe is full

@@ -118,7 +118,7 @@ class Conversations:
             text, answer = self.chat.read(ids)
         found = min((at, one) for one in (*stop, "") if (at := answer.find(one) if one else len(answer)) >= 0)
         body = answer[: found[0]]
-        blank = text[len(text.rstrip()) :]  # which answers have been cut of
+        blank = text[len(text.rstrip()) :]  # answers are stripped of it
         ended = found[1] or next((one for one in stop if one in blank), "")
         thoughts = text.strip().removesuffix(answer.strip()).strip()
         names = [tool["function"]["name"] for tool in json.loads(tools)] if tools else []

@@ -65,3 +65,10 @@ def test_a_short_token_and_two_targets_are_refused(
     assert "only one target can be served" in capsys.readouterr().err
     assert main(["serve", str(tmp_path / "nothing")]) != 0
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_token_file_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model_dir: Path
+):
+    assert main(["serve", str(tiny_model_dir), "--token-file", str(tmp_path)]) == 2
+    assert f"{tmp_path}: it cannot be read" in capsys.readouterr().err

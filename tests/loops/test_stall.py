@@ -217,6 +217,19 @@ def test_a_long_phase_that_goes_on_steadily_is_never_near_its_end(
     assert len(ends) < 7300
 
 
+def test_without_a_process_beside_it_the_timer_ends_the_run_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, *, exit, file: ends.append(exit))
+    dog = watchdog.Watchdog(Stall(), tmp_path, pytest.fail)
+    monkeypatch.setattr(dog, "_thread", SimpleNamespace(is_alive=lambda: True))
+    for beside in (None, SimpleNamespace(stdin=None)):
+        monkeypatch.setattr(dog, "_guard", beside)
+        dog._arm()
+    assert ends == [True, False]
+
+
 HELD = """
 import ctypes, os, signal, sys
 from pathlib import Path
