@@ -286,7 +286,7 @@ def exchange(args: argparse.Namespace, folder: Path) -> list[str]:
         "",
         line("gradients of a micro-batch to their owners, added", found["exchange"]),
         line("new weights to all, copies included", found["publish"]),
-        line("of that the broadcasts alone", found["broadcast"]),
+        line("of that the messages alone", found["share"]),
     ]
 
 
@@ -329,19 +329,11 @@ def exchange_rank(rank: int, model: str, meet: str, out: str, cpu: bool) -> None
         bucket.start(2)
         bucket.finish()
 
-    def broadcast() -> None:
-        start, pending = 0, []
-        for source, size in enumerate(bucket._give):
-            pending.append(ranks.broadcast(bucket._sent[start : start + size], source))
-            start += size
-        for work in pending:
-            work.wait()
-
     found = {
         "bytes": sum(p.numel() * 2 for p in parameters.values()),
         "exchange": timed(exchanged),
         "publish": timed(lambda: bucket.publish(parameters)),
-        "broadcast": timed(broadcast),
+        "share": timed(lambda: ranks.share(bucket._sent.split(bucket._give))),
     }
     if rank == 0:
         Path(out).write_text(json.dumps(found))

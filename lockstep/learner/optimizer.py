@@ -16,6 +16,7 @@ from lockstep.errors import CheckpointError
 from lockstep.learner.adamw8bit import scale_count
 from lockstep.learner.offload import HostState
 from lockstep.learner.optimizers import Inner, build_inner, describe_inner
+from lockstep.learner.sums import add_rows_
 
 NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 """Types of plain numbers in the state of a user's optimizer, which are saved as tensors under KEY~TYPE."""
@@ -275,6 +276,8 @@ def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
         assert grad is not None
         if master.grad is None:
             master.grad = grad.float()
+        elif grad.is_contiguous() and master.grad.is_contiguous():
+            add_rows_(master.grad.view(-1), grad.view(1, -1))
         else:
             master.grad += grad
 

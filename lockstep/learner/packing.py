@@ -5,6 +5,7 @@ Legend: T tokens of the stream, R response tokens with loss, N sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -50,23 +51,56 @@ def microbatches(
 ) -> list[list[int]]:
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
-    Sequences of one group with equal prompts stay together if they fit, so that their prompt is processed once.
+    Sequences of one group with equal prompts stay together if they fit, so that their prompt is processed once. There are as few
+    micro-batches as fit, or one more for an even number, and they are about equally large: several ranks work for the same time.
     """
     prefix = prefix if share_prompts else 0
-    chunks: list[list[int]] = []
+    costs = _costs(sequences, share_prompts, prefix)
+    fewest = _filled(costs, budget, prefix)
+    count = len(fewest) + (len(fewest) % 2 if len(fewest) > 2 else 0)
+    even = _filled(costs, budget, prefix, count)
+    return even if len(even) <= count else fewest
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Tokens of a sequence in a micro-batch."""
+
+    index: int
+    whole: int
+    """As the first of its prompt."""
+    more: int
+    """Behind the one before it."""
+
+
+def _costs(sequences: Sequence[TrainSequence], share_prompts: bool, prefix: int) -> list[_Cost]:
+    """Return the costs of sequences, those with one prompt side by side."""
     first: dict[tuple[int, TokenIds], int] = {}
     shared = [first.setdefault((one.group, one.prompt_ids), place) for place, one in enumerate(sequences)]
-    tokens, before = 0, -1
+    costs: list[_Cost] = []
+    before = -1
     for index in sorted(range(len(sequences)), key=lambda i: (sequences[i].group, shared[i])):
         sequence = sequences[index]
         response = _fed(sequence)
         whole = response + len(sequence.prompt_ids) - prefix
-        cost = response if share_prompts and shared[index] == before else whole
-        if not chunks or tokens + cost > budget:
+        costs.append(_Cost(index, whole, response if share_prompts and shared[index] == before else whole))
+        before = shared[index]
+    return costs
+
+
+def _filled(costs: Sequence[_Cost], budget: int, prefix: int, count: int = 1) -> list[list[int]]:
+    """Fill micro-batches in order, each up to the budget, or up to its share of what is left if there are to be `count`."""
+    chunks: list[list[int]] = []
+    left = sum(cost.more for cost in costs)
+    tokens, own, share = 0, 0.0, math.inf
+    for cost in costs:
+        tokens, own = tokens + cost.more, own + cost.more
+        if not chunks or tokens > budget or own - cost.more / 2 > share:
+            share = left / (count - len(chunks)) if len(chunks) < count else math.inf
             chunks.append([])
-            tokens, cost = prefix, whole
-        chunks[-1].append(index)
-        tokens, before = tokens + cost, shared[index]
+            tokens, own = prefix + cost.whole, cost.more
+        chunks[-1].append(cost.index)
+        left -= cost.more
     return chunks
 
 

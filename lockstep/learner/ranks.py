@@ -26,8 +26,8 @@ class Ranks(Protocol):
     def all_to_all(self, received: Tensor, sent: Tensor, take: Sequence[int], give: Sequence[int]) -> Pending:
         """Send `give[r]` elements of `sent` to rank r and receive `take[r]` elements from it, in the order of ranks."""
 
-    def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Copy a tensor of rank `source` to all others."""
+    def share(self, pieces: Sequence[Tensor]) -> None:
+        """Copy each rank's piece to all others: `pieces[r]` is that of rank r."""
 
     def add(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all ranks. Used where at most one rank has something other than 0: exact."""
@@ -43,9 +43,15 @@ class TorchRanks:
         work: Pending = dist.all_to_all_single(received, sent, list(take), list(give), async_op=True)
         return work
 
-    def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        work: Pending = dist.broadcast(tensor, source, async_op=True)
-        return work
+    def share(self, pieces: Sequence[Tensor]) -> None:
+        if not pieces[self.rank].is_cuda:  # gloo knows no lists of unequal pieces
+            for source, piece in enumerate(pieces):
+                if piece.numel():
+                    dist.broadcast(piece, source)
+            return
+        own = pieces[self.rank]
+        others = [own[:0] if rank == self.rank else piece for rank, piece in enumerate(pieces)]
+        dist.all_to_all(others, [own[:0] if rank == self.rank else own for rank in range(self.size)])
 
     def add(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)

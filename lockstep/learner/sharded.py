@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import Optimizer
 from lockstep.learner.optimizer import MasterOptimizer, StepResult
 from lockstep.learner.ranks import Pending, Ranks, assign_owners
+from lockstep.learner.sums import add_rows_
 from lockstep.sync.fingerprint import TensorPrint, fingerprint
 
 ALIGNMENT = 64
@@ -182,14 +183,9 @@ class _Bucket:
             return
         exchange, self._exchange = self._exchange, None
         exchange.work.wait()
-        size = len(self._sum)
-        for rank in range(exchange.senders):
-            piece = self._received[rank * size : (rank + 1) * size]
-            if self._begun:
-                self._sum += piece
-            else:
-                self._sum.copy_(piece)
-            self._begun = True
+        count, size = exchange.senders, len(self._sum)
+        add_rows_(self._sum, self._received[: count * size].view(count, size), begun=self._begun)
+        self._begun = True
 
     def totals(self) -> dict[str, Tensor]:
         """Return the summed gradients of the owned tensors; none if there was no micro-batch."""
@@ -204,13 +200,7 @@ class _Bucket:
         mine, others = list(self._mine), [name for name in self.slots if name not in self._mine]
         if mine:
             torch._foreach_copy_([self.slots[name] for name in mine], [parameters[name].detach() for name in mine])
-        pending, start = [], 0
-        for rank, size in enumerate(self._give):
-            if size:
-                pending.append(self._ranks.broadcast(self._sent[start : start + size], rank))
-            start += size
-        for work in pending:
-            work.wait()
+        self._ranks.share(self._sent.split(self._give))
         if others:
             torch._foreach_copy_([parameters[name].detach() for name in others], [self.slots[name] for name in others])
 

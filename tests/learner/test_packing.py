@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -102,7 +101,7 @@ def test_without_sharing_every_response_has_its_prompt():
 def test_microbatches_by_hand():
     assert microbatches(FOUR, 100, share_prompts=True) == [[0, 2, 1, 3]]
     assert microbatches(FOUR, 6, share_prompts=True) == [[0, 2], [1, 3]]  # 3 + 1 + 2, then 1 + 2 + 0
-    assert microbatches(FOUR, 5, share_prompts=True) == [[0], [2], [1, 3]]
+    assert microbatches(FOUR, 5, share_prompts=True) == [[0], [2], [1], [3]]  # three would fit, but not on two ranks
     assert microbatches(FOUR, 1, share_prompts=True) == [[0], [2], [1], [3]]
     assert microbatches([], 5, share_prompts=True) == []
 
@@ -133,10 +132,22 @@ def test_every_sequence_comes_once_and_budgets_are_kept(
         assert packed.tokens <= budget or len(chunk) == 1
         assert packed.targets_R.tolist() == [token for i in chunk for token in sequences[i].ids]
         assert packed.ids_T.dtype == packed.rows_R.dtype == packed.targets_R.dtype == torch.int64
-    # None could have taken in the next sequence.
-    for one, two in pairwise(chunks):
-        first = pack(sequences, [*one, two[0]], share_prompts=share, device=CPU, prefix=prefix).tokens
-        assert first > budget
+    fewest = [[chunks[0][0]]]  # each full before the next begins
+    for index in [index for chunk in chunks for index in chunk][1:]:
+        if pack(sequences, [*fewest[-1], index], share_prompts=share, device=CPU, prefix=prefix).tokens <= budget:
+            fewest[-1].append(index)
+        else:
+            fewest.append([index])
+    assert len(fewest) <= len(chunks) <= len(fewest) + 1
+
+
+def test_microbatches_are_equally_large_and_even_in_number():
+    """64 groups of eight replies of 512 tokens: 19.4 times the budget. Each full one has 26 replies, and the last would have 18."""
+    sequences = [sequence((7,) * 256, (5,) * 512, group) for group in range(64) for _ in range(8)]
+    chunks = microbatches(sequences, 14336, share_prompts=True)
+    assert {len(chunk) for chunk in chunks} == {25, 26}
+    assert len(chunks) == 20
+    assert [len(microbatches(sequences[:count], 14336, share_prompts=True)) for count in (20, 40, 60)] == [1, 2, 4]
 
 
 def test_what_a_token_sees_is_its_prompt_and_its_own_response():

@@ -49,10 +49,9 @@ class ThreadRanks:
         received.copy_(torch.cat(pieces))
         return Done()
 
-    def broadcast(self, tensor: Tensor, source: int) -> Done:
-        found = self._meet(tensor.clone())
-        tensor.copy_(found[source])  # type: ignore[arg-type]
-        return Done()
+    def share(self, pieces: Sequence[Tensor]) -> None:
+        for piece, found in zip(pieces, self._meet(pieces[self.rank].clone()), strict=True):
+            piece.copy_(found)  # type: ignore[arg-type]
 
     def add(self, tensor: Tensor) -> None:
         found = self._meet(tensor.clone())

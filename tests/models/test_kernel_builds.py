@@ -8,7 +8,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from lockstep.learner import merge_kernel  # noqa: E402
+from lockstep.learner import merge_kernel, sum_kernel  # noqa: E402
 from lockstep.models import (  # noqa: E402
     activation_kernels,
     expert_kernels,
@@ -65,6 +65,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "activate": (activation_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
     "activate, back": (activation_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),
     "combine": (activation_kernels._combine_kernel, {"TOP": 8, "BIAS": True, "FACTOR": True, "BLOCK": 1024}),
+    "sum of gradients": (sum_kernel._sum_kernel, {"COUNT": 2, "BEGUN": True, "BLOCK": 4096}),
     "summarise": (head_kernels._summarise_kernel, {"VOCABULARY": 151936, "CAPPED": False, "BLOCK": 8192}),
     "summarise, capped": (head_kernels._summarise_kernel, {"VOCABULARY": 50257, "CAPPED": True, "BLOCK": 8192}),
     "differentiate": (head_kernels._differentiate_kernel, {"VOCABULARY": 151936, "CAPPED": True, "BLOCK": 8192}),
