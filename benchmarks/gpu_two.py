@@ -59,7 +59,7 @@ PHASES = ("generate", "train", "sync", "grade")
 
 # --- a step ---------------------------------------------------------------------------------------------------------
 class Memory(threading.Thread):
-    """The most memory that any GPU had in use, GiB."""
+    """The most memory that any of the program's GPUs had in use, GiB."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -67,6 +67,8 @@ class Memory(threading.Thread):
 
     def run(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        if given := os.environ.get("CUDA_VISIBLE_DEVICES"):  # which nvidia-smi does not read
+            query += ["-i", given]
         while True:
             found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
             self.peak = max([self.peak, *(int(used) / 1024 for used in found)])

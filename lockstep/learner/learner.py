@@ -332,7 +332,7 @@ def hidden_states(decoder: Any, packed: Packed) -> Tensor:
     positions_1T = nn.functional.pad(packed.positions_T, (0, padding))[None]
     with recomputing(decoder):
         output = decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout)
-    hidden_RH: Tensor = output.last_hidden_state[0].index_select(0, packed.rows_R)
+    hidden_RH: Tensor = output.last_hidden_state.squeeze(0).index_select(0, packed.rows_R)
     return hidden_RH
 
 

@@ -68,9 +68,9 @@ class _Cost:
 
     index: int
     whole: int
-    """As the first of its prompt."""
+    """Number if it is the first of its prompt."""
     more: int
-    """Behind the one before it."""
+    """Number behind the sequence before it."""
 
 
 def _costs(sequences: Sequence[TrainSequence], share_prompts: bool, prefix: int) -> list[_Cost]:

@@ -35,6 +35,7 @@ def _sum_kernel(sums_ptr, rows_ptr, size, COUNT: tl.constexpr, BEGUN: tl.constex
 
 def add_rows_by_kernel_(sum_X: Tensor, rows_NX: Tensor, begun: bool) -> None:
     """Compute sums.add_rows_, of at least one row of at least one number."""
-    assert sum_X.is_contiguous() and rows_NX.is_contiguous(), "sums and rows must be contiguous"
+    assert sum_X.is_contiguous(), "a sum must be contiguous"
+    assert rows_NX.is_contiguous(), "rows must be contiguous"
     count, size = rows_NX.shape
     _sum_kernel[(triton.cdiv(size, BLOCK),)](sum_X, rows_NX, size, COUNT=count, BEGUN=begun, BLOCK=BLOCK, num_warps=8)

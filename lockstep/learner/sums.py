@@ -1,4 +1,4 @@
-"""Adds gradients to their sums, in fp32 and in the order in which they are given: one pass over the sums, whatever their number."""
+"""Adds gradients to their sums in fp32, in the order in which they are given, and on a GPU in one pass over the sums."""
 
 from __future__ import annotations
 

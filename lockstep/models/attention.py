@@ -87,7 +87,8 @@ def lockstep_attention(
         sliding_window = getattr(getattr(module, "config", None), "sliding_window", None)
     kind = AttentionKind(scale, sliding_window or None, softcap, s_aux)  # 0 is none, too (Qwen2-MoE)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return layout.attend(layer, query[0], key[0], value[0], kind)[None], None
+    # not query[0], whose backward pass would copy the gradient into zeros, with tokens and heads exchanged
+    return layout.attend(layer, query.squeeze(0), key.squeeze(0), value.squeeze(0), kind)[None], None
 
 
 AttentionInterface.register(NAME, lockstep_attention)

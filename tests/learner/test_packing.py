@@ -142,7 +142,7 @@ def test_every_sequence_comes_once_and_budgets_are_kept(
 
 
 def test_microbatches_are_equally_large_and_even_in_number():
-    """64 groups of eight replies of 512 tokens: 19.4 times the budget. Each full one has 26 replies, and the last would have 18."""
+    """64 groups of eight replies of 512 tokens: 19.4 times the budget. A full one has 26 replies, and the last would have 18."""
     sequences = [sequence((7,) * 256, (5,) * 512, group) for group in range(64) for _ in range(8)]
     chunks = microbatches(sequences, 14336, share_prompts=True)
     assert {len(chunk) for chunk in chunks} == {25, 26}
