@@ -101,7 +101,7 @@ class HealthJudge:
         self._recipe, self._checkpoint_gib = recipe, checkpoint_gib
         loss = recipe.algorithm.loss.kind
         self._rules = [
-            (rule, setting)
+            (rule, _as_allowed(rule, setting, recipe))
             for rule, setting in recipe.health.in_force()
             if setting.tier != "off" and loss not in rule.not_for
         ]
@@ -166,6 +166,13 @@ class HealthJudge:
                 return Limit(value, f"{value:.2f} GiB ({factor:g} checkpoints and {SPARE_GIB} GiB)")
             case _:
                 assert_never(rule.when.against)
+
+
+def _as_allowed(rule: Rule, setting: HealthRule, recipe: Recipe) -> HealthRule:
+    """Return the rule's setting; a disk that the user let through although it is too small stops no run."""
+    if rule.when.against == "checkpoint" and setting.tier == "stop" and "disk" in recipe.allow:
+        return setting.model_copy(update={"tier": "warn"})
+    return setting
 
 
 def _differing(recipe: Recipe) -> tuple[float, str]:

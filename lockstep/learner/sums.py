@@ -8,6 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+LARGE = 1 << 20
+"""Numbers of a sum from which on the kernel is quicker: below, a launch by torch takes less of the host's time."""
+
 
 @torch.no_grad()
 def add_rows_(sum_X: Tensor, rows_NX: Tensor, *, begun: bool = True) -> None:
@@ -15,7 +18,7 @@ def add_rows_(sum_X: Tensor, rows_NX: Tensor, *, begun: bool = True) -> None:
 
     Both are contiguous, and the sum's dtype is at least as wide. A kernel and torch give the same bits.
     """
-    kernel = _kernel() if sum_X.is_cuda and rows_NX.numel() else None
+    kernel = _kernel() if sum_X.is_cuda and sum_X.numel() >= LARGE else None
     if kernel is not None:
         kernel(sum_X, rows_NX, begun)
         return

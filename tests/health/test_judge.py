@@ -240,6 +240,8 @@ def test_the_disk_must_take_a_checkpoint_more() -> None:
     assert said(rows, checkpoint_gib=13.0) == [(3, "disk", "stop")]
     assert said(rows, "health.disk.limit=2", checkpoint_gib=7.0) == [(2, "disk", "stop")]
     assert said(rows) == []  # of a model whose sizes cannot be told
+    assert said(rows, "allow=[disk]", checkpoint_gib=13.0) == [(3, "disk", "warn")]
+    assert said(rows, "allow=[disk]", "health.disk=off", checkpoint_gib=13.0) == []
 
 
 def test_a_step_without_a_gradient_may_leave_the_weights_as_they_are() -> None:
