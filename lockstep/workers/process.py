@@ -117,7 +117,10 @@ class Link:
     def exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
         """Send a line (none if it is empty) and wait for one. Raises Slow or Gone."""
         deadline = time.monotonic() + seconds
-        self.send(line)
+        if line:
+            self.send(line)
+        else:
+            self.push()
         answer = self._first()
         while answer is None:
             poll = select.poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from lockstep.config import schema
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.python import UserFunction
-from lockstep.workers import process
+from lockstep.workers import process, wire
 from lockstep.workers.pool import Answered, Exceeded, Work, WorkerPool
 from tests.workers.test_pool import PROMPT, gone
 
@@ -111,6 +112,21 @@ def test_a_batch_has_the_grades_of_calls_one_by_one(grader: tuple[UserFunction, 
     assert [grade.reward for grade in grades] == [1.0, 0.0, alone[2].reward, 1.0, 0.0, 0.0, 1.0]
     if made:  # as often as alone, and the others once; a process that talks is ended a little later
         assert log.read_text().split("\n") == ["7", "8", *[bad] * made, "7", "", "x" * 100_000, "7", ""]
+
+
+def test_answers_of_a_process_that_ends_before_it_has_read_all_calls_are_taken() -> None:
+    theirs, requests = os.pipe()
+    answers, to_us = os.pipe()
+    link = process.Link(requests, answers, 2**20)
+    link.push(b"x" * 2**20 + b"\n")
+    assert link.pending
+    os.write(to_us, wire.dumps({"id": 1}) + wire.dumps({"id": 2}))
+    os.close(theirs)
+    os.close(to_us)
+    assert [link.exchange(b"", 1)["id"] for _ in range(2)] == [1, 2]
+    with pytest.raises(process.Gone):
+        link.exchange(b"", 1)
+    link.close()
 
 
 def test_calls_after_a_slow_one_are_left_to_others(grader: tuple[UserFunction, Path]) -> None:
