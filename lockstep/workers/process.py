@@ -117,10 +117,7 @@ class Link:
     def exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
         """Send a line (none if it is empty) and wait for one. Raises Slow or Gone."""
         deadline = time.monotonic() + seconds
-        if line:
-            self.send(line)
-        else:
-            self.push()
+        (self.send if line else self.push)(line)
         answer = self._first()
         while answer is None:
             poll = select.poll()
