@@ -52,7 +52,8 @@ def microbatches(
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
     Sequences of one group with equal prompts stay together if they fit, so that their prompt is processed once. There are as few
-    micro-batches as fit, or one more for an even number, and they are about equally large: several ranks work for the same time.
+    micro-batches as fit, or one more for an even number. If the budget leaves room they are about equally large, so that several
+    ranks work for the same time; else each is filled before the next begins.
     """
     prefix = prefix if share_prompts else 0
     costs = _costs(sequences, share_prompts, prefix)
