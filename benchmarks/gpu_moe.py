@@ -7,8 +7,9 @@
 Shapes of Qwen3-30B-A3B and gpt-oss-20b, and of dense models of other families, with random bf16 weights. Rollouts: 64 prompts
 of 128 tokens x 8 samples of 256, end tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates:
 LoRA of rank 16 on attention, 64 sequences of 512 tokens. Arms: ours; ours with numerics.exact; ours with gpt-oss's experts in
-MXFP4 (adapter.base = mxfp4); ours without adapters, which only samples; vLLM, without them too, with the settings of
-gpu_rollout.py and weights of its own.
+MXFP4 (adapter.base = mxfp4); ours without adapters, which only samples; ours with the routes that sampling took replayed in
+training (update.replay_routing), which has no rates: its engine is the uncaptured one, and samples 64 replies; vLLM, without
+adapters too, with the settings of gpu_rollout.py and weights of its own.
 Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads that its rows can
 reach in every decode step; that of an update 4 FLOP for each active parameter and token.
 """
@@ -70,6 +71,7 @@ ARMS = {
     "ours, experts in MXFP4": ("ours", ["--packed"]),
     "ours, experts in MXFP4, exact": ("ours", ["--packed", "--exact"]),
     "ours, no adapters": ("ours", ["--plain"]),
+    "ours, routes replayed": ("ours", ["--replay"]),
     "vLLM": ("vllm", []),
 }
 RESULT = RESULTS / "gpu_moe.txt"
@@ -151,7 +153,6 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.models.attention import NAME
     from lockstep.models.fused_layers import fuse_layers
     from lockstep.rollout.paged.engine import PagedEngine
-    from lockstep.types import Request, Sampling
 
     model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu, packed=args.packed)
     if not args.cpu:
@@ -161,21 +162,15 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     recipe = Recipe.model_validate({"adapter": adapter, "optimizer": optimizer, "numerics": {"exact": args.exact}})
     model = attach(model, recipe.adapter, 0)
     settle_exactness(model, recipe)
+    if args.replay:
+        return replayed(model, recipe, cpu=args.cpu)
     engine = PagedEngine(model, slots=512, stop_ids=frozenset({2}), decode=str)
     engine.load(iter(()), 0)
 
     work = {number: work_of(number, cpu=args.cpu) for number in (*range(args.runs + 1), 99)}
 
     def rollout(number: int) -> tuple[int, list[Any]]:
-        prompts, samples, reply = work[number]
-        sampling = Sampling(reply, ignore_eos=True)
-        engine.submit(
-            [
-                Request(f"{p}/{s}", tuple(ids), str(p), 1000 * number + 17 * p + s, sampling, 0)
-                for p, ids in enumerate(prompts)
-                for s in range(samples)
-            ]
-        )
+        engine.submit(requests_of(number, *work[number]))
         done = list(engine.completed())
         return sum(len(one.ids) for one in done), done
 
@@ -185,16 +180,60 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     learner = TorchLearner(model, recipe)
     done = rollout(99)[1][:: 1 if args.cpu else 8]
     scored = learner.logprobs([(*one.request.prompt_ids, *one.ids) for one in done])
-    gaps = [
-        abs(a - b)
-        for one, row in zip(done, scored, strict=True)
-        for a, b in zip(one.logprobs, row[len(one.request.prompt_ids) - 1 :], strict=True)
-    ]
-    result["mismatch"] = {
-        "mean": statistics.fmean(gaps), "max": max(gaps), "tokens": len(gaps), "differing": sum(gap > 0 for gap in gaps)
-    }  # fmt: skip
+    result["mismatch"] = gaps_of(
+        done, [row[len(one.request.prompt_ids) - 1 :] for one, row in zip(done, scored, strict=True)]
+    )
     result["update"] = timed(args.runs, lambda number: update(learner, number, cpu=args.cpu))
     return result | {"device": device_name(), "peak_gib": peak()}
+
+
+def requests_of(number: int, prompts: list[list[int]], samples: int, reply: int) -> list[Any]:
+    from lockstep.types import Request, Sampling
+
+    sampling = Sampling(reply, ignore_eos=True)
+    return [
+        Request(f"{p}/{s}", tuple(ids), str(p), 1000 * number + 17 * p + s, sampling, 0)
+        for p, ids in enumerate(prompts)
+        for s in range(samples)
+    ]
+
+
+def gaps_of(done: list[Any], rows: Any) -> dict[str, float]:
+    """Compare the log-probabilities of replies as sampled with those of the learner."""
+    gaps = [abs(a - b) for one, row in zip(done, rows, strict=True) for a, b in zip(one.logprobs, row, strict=True)]
+    differing = sum(gap > 0 for gap in gaps)
+    return {"mean": statistics.fmean(gaps), "max": max(gaps), "tokens": len(gaps), "differing": differing}
+
+
+def replayed(model: Any, recipe: Any, *, cpu: bool) -> dict[str, Any]:
+    """Compare sampling with training on the same replies: once with the routes that sampling took, once without."""
+    from lockstep.algorithms.build import build_objective
+    from lockstep.learner.learner import TorchLearner
+    from lockstep.rollout.build import native_engine
+    from lockstep.types import Batch, TrainSequence
+
+    engine = native_engine(model, slots=64, stop_ids=frozenset({2}), decode=str, routes=True)
+    engine.load(iter(()), 0)
+    prompts, samples, reply = work_of(99, cpu=cpu)
+    engine.submit(requests_of(99, prompts[:8], samples, reply))
+    done = sorted(engine.completed(), key=lambda one: one.request.id)
+    count = sum(len(one.ids) for one in done)
+    sequences = [
+        TrainSequence(
+            one.request.prompt_ids, one.ids, (True,) * len(one.ids), one.logprobs, (1.0,) * len(one.ids), 1 / count,
+            int(one.request.group), routes=one.routes,
+        )
+        for one in done
+    ]  # fmt: skip
+    own = TorchLearner(model, recipe).response_logprobs(sequences, 1.0)
+    replaying = recipe.model_copy(update={"update": recipe.update.model_copy(update={"replay_routing": True})})
+    learner = TorchLearner(model, replaying)
+    found = {
+        "mismatch": gaps_of(done, learner.response_logprobs(sequences, 1.0)),
+        "mismatch without": gaps_of(done, own),
+    }
+    metrics = learner.update(Batch(tuple(sequences)), build_objective(replaying).loss)
+    return found | {"differ": metrics["routes/differ"], "device": device_name(), "peak_gib": peak()}
 
 
 def update(learner: Any, number: int, *, cpu: bool) -> int:
@@ -310,6 +349,9 @@ def notes(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
             if gap := result.get("mismatch"):
                 line += f"; |log-probability as sampled - as scored|: mean {gap['mean']:.2g}, max {gap['max']:.2g}, "
                 line += f"{gap['differing']:,} of {gap['tokens']:,} tokens differ"
+            if gap := result.get("mismatch without"):
+                line += f"; with the learner's own routes: mean {gap['mean']:.2g}, max {gap['max']:.2g}"
+                line += f" ({result['differ']:.1%} of the routes differ)"
             if result.get("exact"):
                 line += f"; {result['exact']}"
             lines.append(line)
@@ -337,6 +379,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
     parser.add_argument("--packed", action="store_true", help="our arm with experts in MXFP4")
     parser.add_argument("--plain", action="store_true", help="our arm without adapters")
+    parser.add_argument("--replay", action="store_true", help="our arm with the routes of sampling replayed")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240)
     parser.add_argument("--cpu", action="store_true", help="a tiny version of our arm on a CPU, to try things out")
@@ -352,7 +395,9 @@ def main() -> None:
     asked = [one for one in args.arms if not args.cpu or one != "vLLM"]
     for name in asked:
         for shape in args.shapes:
-            if ("MXFP4" in name and not shape.startswith("gpt")) or ("exact" in name and shape not in MIXTURES):
+            if ("MXFP4" in name and not shape.startswith("gpt")) or (
+                ("exact" in name or "replayed" in name) and shape not in MIXTURES
+            ):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 config_of(shape, cpu=args.cpu).save_pretrained(folder)

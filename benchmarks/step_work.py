@@ -62,10 +62,10 @@ class Size:
         return self.prompts * self.samples
 
 
-def prompt_texts(count: int, seed: int = 1) -> list[str]:
+def prompt_texts(count: int, seed: int = 1, tokens: int = PROMPT_TOKENS) -> list[str]:
     draw = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz "
-    return ["".join(draw.choices(letters, k=PROMPT_TOKENS)) for _ in range(count)]
+    return ["".join(draw.choices(letters, k=tokens)) for _ in range(count)]
 
 
 def score(ids: list[int]) -> float:
@@ -78,8 +78,8 @@ class BenchmarkTask:
 
     name, notes = "benchmark", ()
 
-    def __init__(self, prompts: int = 512) -> None:
-        self._texts = prompt_texts(prompts)
+    def __init__(self, prompts: int = 512, tokens: int = PROMPT_TOKENS) -> None:
+        self._texts = prompt_texts(prompts, tokens=tokens)
 
     def batch(self, step: int, size: int) -> list[Any]:
         from lockstep.types import Prompt

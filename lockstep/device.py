@@ -104,12 +104,15 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def prepare_process(device: torch.device, threads: int | None) -> None:
-    """Set the number of threads; on a CPU also deterministic kernels, and freed memory kept for reuse; on a GPU fp32 sums."""
+    """Set the number of threads; on a CPU also deterministic kernels, and freed memory kept for reuse; on a GPU fp32 sums, and no
+    convolutions in TF32.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     if device.type == "cuda":
         # A long sum that is split over blocks would otherwise be rounded to bf16 block by block: gradients are such sums.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cudnn.allow_tf32 = False  # torch's own default for matrix products, but not for convolutions
         # torch asks for it before updates with a fixed order of sums (numerics.exact); it is Hopper's default size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cpu":

@@ -66,6 +66,7 @@ def even_heads(model: Any) -> tuple[int, int]:
     if getattr(config, "is_heterogeneous", False) or getattr(config, "kv_lora_rank", None) or state_layers(model):
         return 0, 0
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if getattr(config, "v_head_dim", None) not in (None, size):
+    ratios = {getattr(module, "num_key_value_groups", 0) for module in model.get_decoder().modules()} - {0}
+    if getattr(config, "v_head_dim", None) not in (None, size) or len(ratios) > 1:
         return 0, 0
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size

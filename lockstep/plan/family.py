@@ -27,8 +27,8 @@ from lockstep.models.states import state_layers
 from lockstep.rollout.native import NativeEngine
 from lockstep.types import Request, Sampling, TokenIds, TrainSequence
 
-TOLERANCE = 1e-3
-"""Nats between two implementations of the same weights in fp32, at most."""
+TOLERANCE = 3e-4
+"""Nats between two implementations of the same weights in fp32, at most: thirty times the most that rounding does."""
 SAMPLED = 4
 """Tokens of a reply that the engine draws."""
 ASIDE = ("_name_or_path", "dtype", "architectures")

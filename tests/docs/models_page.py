@@ -60,7 +60,7 @@ def row(family: str) -> str:
     cells = (
         family,
         ", ".join(_has(model, small, experts)) or "–",
-        f"within {next(f'1e-{n}' for n in (4, 3) if gap <= 10.0**-n)}",
+        f"within {next((f'1e-{n}' for n in (5, 4) if gap <= 10.0**-n), '3e-4')}",
         "yes" if model.config.get_text_config().model_type in FUSED else "no",
         ", ".join(targets),
         f"{_saved(small)}{', yes' if model.config.model_type in GGUF else ', no'}",

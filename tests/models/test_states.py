@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 from lockstep.config.schema import Recipe
 from lockstep.learner.learner import TorchLearner, plain_logprobs
 from lockstep.models.decoder import even_heads
+from lockstep.models.small import random_model, small_config
 from lockstep.models.states import follow_layouts, state_layers
 from lockstep.types import Sampling
 from tests.learner.batches import learner_gradients, make_batch, plain_gradients
@@ -156,3 +158,5 @@ def test_layers_with_a_state_are_found_and_copied_with_their_model() -> None:
     assert state_layers(plain("llama")) == []
     assert even_heads(plain("llama")) == (2, 16)
     assert {even_heads(plain(family)) for family in ("qwen3.5", "gemma4", "deepseek-v3")} == {(0, 0)}
+    few_in_some_layers = small_config(hf.MiMoV2FlashConfig())
+    assert even_heads(random_model(hf.MiMoV2FlashForCausalLM, few_in_some_layers, "eager")) == (0, 0)
