@@ -8,15 +8,15 @@ The shapes of gpu_moe.py with random bf16 weights, LoRA of rank 32 on attention,
 prompt, and every reply has all of the other half (end tokens are ignored). Each arm is a process of its own that runs Lockstep's
 training loop as `lockstep train` does: memory plan, rollout, advantages, update, sync with proof. Only loading is replaced, by
 weights that are drawn on the GPU; and nothing is saved. The plan chooses micro-batches and recomputation. Figures are those of
-the last step; the peak is the largest since the start, and is compared with the plan's. The floor counts all experts' reads of
-each decode step, and attention's products, which grow with the square of the length.
+the last step; the peak is the largest since the start, and is compared with the plan's. An update's floor has the products of
+attention, which grow with the square of the length; beside it stands the share of 989 TFLOP/s that its active parameters alone
+take, 4 FLOP each and token. Rollouts have no floor here: how many experts a few random rows reach is not known beforehand.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import struct
 import subprocess
 import sys
@@ -35,7 +35,7 @@ from results_file import RESULTS, header, write_section
 
 GROUPS = {512: 64, 2048: 8, 8192: 2}
 """Prompts of a step, by the length of a sequence; other lengths have 2."""
-SAMPLES, RANK = 8, 32
+SAMPLES, RANK, PEAK = 8, 32, 989e12
 RESULT = RESULTS / "gpu_moe_step.txt"
 PACKAGES = ("torch", "triton", "transformers", "peft")
 TASK = Path(__file__).with_name("step_work.py")
@@ -136,34 +136,35 @@ def arm(shape: str, length: int, args: argparse.Namespace, log: Path) -> dict[st
     return json.loads(text) if text else {"failed": f"exit status {code}; see {log.name}"}
 
 
-def floors_of(shape: str, length: int) -> dict[str, float]:
-    """Least seconds of a rollout and an update on an H200; an update's with the forward pass of each layer run once."""
+def update_floor(shape: str, length: int) -> tuple[float, float]:
+    """Least seconds of an update on an H200 with one forward pass, and the FLOP of active parameters for a token."""
     from lockstep.plan import floors
     from lockstep.plan.model_shape import shape_of_model
 
     sizes = shape_of_model(gpu_moe.random_model(shape, "meta", "eager", cpu=False))
     work = floors.Work.equal(groups_of(length, cpu=False), SAMPLES, *halves(length))
-    floor = floors.step_floor(sizes, work, floors.Update(0, adapter=True), floors.H200)
-    return {"rollout": floor.generate, "update": floor.train}
+    seconds = floors.train_seconds(sizes, work, floors.Update(0, adapter=True), floors.H200)
+    return seconds, 4.0 * (sizes.body + sizes.head)
 
 
 def row(shape: str, length: int, one: dict[str, Any], *, cpu: bool) -> str:
     groups, (prompt, reply) = groups_of(length, cpu=cpu), halves(length)
-    tokens = {"rollout": groups * SAMPLES * reply, "update": groups * (prompt + SAMPLES * reply)}
-    least = {} if cpu else floors_of(shape, length)
     cells = [shape, str(length), f"{groups} x {SAMPLES}", f"{one['time/step']:.2f}"]
-    for phase, count in tokens.items():
-        seconds = one[f"time/{phase}"]
-        share = f"{least[phase] / seconds:.0%}" if least else ""
-        cells += [f"{seconds:.2f}", f"{count / seconds:,.0f}", share]
-    planned, error = one.get("memory/predicted_gib", math.nan), one.get("memory/plan_error", math.nan)
+    sampled, trained = groups * SAMPLES * reply, groups * (prompt + SAMPLES * reply)
+    update, rates = one["time/update"], [sampled / one["time/rollout"], trained / one["time/update"]]
+    cells += [f"{one['time/rollout']:.2f}", f"{rates[0]:,.0f}", f"{update:.2f}", f"{rates[1]:,.0f}"]
+    if cpu:
+        return "| " + " | ".join(cells) + " | | | | | |"
+    floor, flops = update_floor(shape, length)
+    planned, error = one["memory/predicted_gib"], one["memory/plan_error"]
+    cells += [f"{floor / update:.0%}", f"{flops * rates[1] / PEAK:.0%}"]
     cells += [f"{planned:.1f}", f"{planned * (1 + error):.1f}", f"{error:+.1%}"]
     return "| " + " | ".join(cells) + " |"
 
 
 def table(results: dict[tuple[str, int], dict[str, Any]], *, cpu: bool) -> list[str]:
     lines = [
-        "| shape | length | samples | step, s | rollout | tokens/s | of the floor | update | computed tokens/s | of the floor "
+        "| shape | length | samples | step, s | rollout | tokens/s | update | computed tokens/s | of the floor | of 989 TFLOP/s "
         "| planned GiB | peak | error |",
         "| --- " * 13 + "|",
     ]

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.config.numerics import PHASES
 from lockstep.config.schema import Recipe
 from lockstep.learner.learner import base_model
 from lockstep.models import exact
 from lockstep.models.decoder import Decoder
-from lockstep.models.known import kind_of_experts
+from lockstep.models.known import has_experts, kind_of_experts
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +22,11 @@ FAMILIES = frozenset({"gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3"
 
 def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
     """Turn exactness on for this process if the recipe asks for it and the device passes the test; else say why not."""
-    if not recipe.numerics.exact:
+    asked, on_gpu = recipe.numerics.exact, next(model.parameters()).device.type == "cuda"
+    if not asked or (asked == "auto" and not (on_gpu and has_experts(base_model(model)))):
         exact.enable("", on=False)
         return
-    if next(model.parameters()).device.type != "cuda":
+    if not on_gpu:
         exact.enable(
             "exact: off, it is for GPUs; on a CPU rollouts and updates differ by rounding of fp32 sums", on=False
         )
@@ -36,7 +38,8 @@ def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
         reason = "; ".join(differing(Decoder.of(model)))
     if reason:
         exact.enable(f"exact: off, {reason}", on=False)
-        log.warning("numerics.exact has no effect: %s", reason)
+        if asked is True:
+            log.warning("numerics.exact has no effect: %s", reason)
         return
     from lockstep.build.exactness_check import changing
 
@@ -63,6 +66,8 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return "it supports no adapter except plain LoRA without dropout"
     if (stored := getattr(adapter, "base", "full")) not in ("full", "mxfp4"):
         return f"the base is in {stored}"
+    if numeric := next((recipe.numerics.of(phase) for phase in PHASES if recipe.numerics.of(phase)), ""):
+        return f"a phase computes in {numeric}"
     if recipe.noise is not None:
         return "noise changes the sampling model on purpose"
     if recipe.update.replay_routing:

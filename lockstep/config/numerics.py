@@ -27,9 +27,10 @@ class Numerics(Section):
     """Sampling in training; none is as in training."""
     eval: Numeric | None = None
     """Evaluation; none is as in training."""
-    exact: bool = False
+    exact: Literal["auto"] | bool = "auto"
     """On a GPU, sampling and training give every token the same log-probability to the last bit (docs/exact.md). Tested when
-    the run starts; where it does not hold the run says why and goes on without it."""
+    the run starts; where it does not hold the run says why and goes on without it. auto is on for mixtures of experts, whose
+    tokens would reach other experts after rounding, and off for other models."""
     scale: Literal["floor", "rceil", "ceil"] = "floor"
     """Scale of an MXFP4 block: floor is the OCP rule, whose largest values saturate; rceil is the least that never saturates;
     ceil is a power of two above the largest value."""
@@ -81,7 +82,7 @@ class Numerics(Section):
         if {"bf16", "fp32"} <= {self.train, self.rollout, self.eval}:
             raise ValueError("bf16 and fp32 are both named, but the weights are in one of them (model.dtype)")
         quantised = [numeric for numeric in (self.of("train"), self.of("rollout"), self.of("eval")) if numeric]
-        if self.exact and quantised:
+        if self.exact is True and quantised:
             raise ValueError(f"numerics.exact is on, but a phase computes in {quantised[0]}, which it does not cover")
         if self.exclude and not quantised:
             raise ValueError("numerics.exclude is set, but no phase quantises: it would have no effect")

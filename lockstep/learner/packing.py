@@ -56,15 +56,11 @@ def microbatches(
     ranks work for the same time; else each is filled before the next begins.
     """
     prefix = prefix if share_prompts else 0
-    costs = _costs(sequences, share_prompts, prefix)
-    fewest = _filled(costs, budget, prefix)
-    count = len(fewest) + (len(fewest) % 2 if len(fewest) > 2 else 0)
-    even = _filled(costs, budget, prefix, count)
-    return even if len(even) <= count else fewest
+    return [[cost.index for cost in chunk] for chunk in split(_costs(sequences, share_prompts, prefix), budget, prefix)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
+class Cost:
     """Tokens of a sequence in a micro-batch."""
 
     index: int
@@ -74,24 +70,32 @@ class _Cost:
     """Number behind the sequence before it."""
 
 
-def _costs(sequences: Sequence[TrainSequence], share_prompts: bool, prefix: int) -> list[_Cost]:
+def split(costs: Sequence[Cost], budget: int, prefix: int = 0) -> list[list[Cost]]:
+    """Split sequences with these costs as `microbatches` says."""
+    fewest = _filled(costs, budget, prefix)
+    count = len(fewest) + (len(fewest) % 2 if len(fewest) > 2 else 0)
+    even = _filled(costs, budget, prefix, count)
+    return even if len(even) <= count else fewest
+
+
+def _costs(sequences: Sequence[TrainSequence], share_prompts: bool, prefix: int) -> list[Cost]:
     """Return the costs of sequences, those with one prompt side by side."""
     first: dict[tuple[int, TokenIds], int] = {}
     shared = [first.setdefault((one.group, one.prompt_ids), place) for place, one in enumerate(sequences)]
-    costs: list[_Cost] = []
+    costs: list[Cost] = []
     before = -1
     for index in sorted(range(len(sequences)), key=lambda i: (sequences[i].group, shared[i])):
         sequence = sequences[index]
         response = _fed(sequence)
         whole = response + len(sequence.prompt_ids) - prefix
-        costs.append(_Cost(index, whole, response if share_prompts and shared[index] == before else whole))
+        costs.append(Cost(index, whole, response if share_prompts and shared[index] == before else whole))
         before = shared[index]
     return costs
 
 
-def _filled(costs: Sequence[_Cost], budget: int, prefix: int, count: int = 1) -> list[list[int]]:
+def _filled(costs: Sequence[Cost], budget: int, prefix: int, count: int = 1) -> list[list[Cost]]:
     """Fill micro-batches in order, each up to the budget, or up to its share of what is left if there are to be `count`."""
-    chunks: list[list[int]] = []
+    chunks: list[list[Cost]] = []
     left = sum(cost.more for cost in costs)
     tokens, own, share = 0, 0.0, math.inf
     for cost in costs:
@@ -100,7 +104,7 @@ def _filled(costs: Sequence[_Cost], budget: int, prefix: int, count: int = 1) ->
             share = left / (count - len(chunks)) if len(chunks) < count else math.inf
             chunks.append([])
             tokens, own = prefix + cost.whole, cost.more
-        chunks[-1].append(cost.index)
+        chunks[-1].append(cost)
         left -= cost.more
     return chunks
 

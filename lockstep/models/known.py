@@ -8,6 +8,8 @@ from functools import cache
 from types import CodeType
 from typing import Any, Literal
 
+from torch import nn
+
 from lockstep.models.mxfp4_experts import Mxfp4Experts
 
 
@@ -21,6 +23,11 @@ def same(one: Any, other: Any) -> bool:
     """Return whether two functions are equal up to names of locals and texts."""
     codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
     return one is other or (all(codes) and _meaning(codes[0]) == _meaning(codes[1]))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model is a mixture of experts of a form that `kind_of_experts` knows."""
+    return any(kind_of_experts(module) is not None for module in model.modules())
 
 
 def kind_of_experts(module: Any) -> Literal["gated", "paired", "packed"] | None:

@@ -15,6 +15,7 @@ from lockstep.config.optimizer import offload_mistake
 from lockstep.config.schema import Lora, Recipe
 from lockstep.config.section import Section
 from lockstep.errors import DoesNotFitError
+from lockstep.learner.packing import Cost, split
 from lockstep.plan.activations import FP32, Recompute
 from lockstep.plan.memory import OUTSIDE, Phase, Sizes, host_bytes, offloaded_host_bytes, peak, phases, stream_tokens
 from lockstep.plan.memory_inputs import GIB, MemoryInputs, memory_inputs_of
@@ -104,12 +105,28 @@ def _candidates(inputs: MemoryInputs, recipe: Recipe) -> Iterator[Sizes]:
         yield Sizes(tokens or CPU_SIZES[0], "none" if recompute == "auto" else recompute, 0)
         return
     modes = MODES if recompute == "auto" else (recompute,)
+    budgets = tuple(even_share(inputs, budget) for budget in BUDGETS) if tokens is None else (tokens,)
     for mode in modes:
-        for budget in BUDGETS if tokens is None else (tokens,):
+        for budget in budgets:
             yield Sizes(budget, mode, 0)
     if tokens is None:
         for mode in modes:
-            yield Sizes(LEAST_BUDGET, mode, 0)
+            yield Sizes(even_share(inputs, LEAST_BUDGET), mode, 0)
+
+
+def even_share(inputs: MemoryInputs, budget: int) -> int:
+    """Return the tokens of the largest micro-batch that an update of the longest replies has under this budget: micro-batches are
+    about equally large. Such a budget is used up, so that the plan foretells the peak; shorter replies stay below it.
+    """
+    prompt, response, group = inputs.prompt, inputs.response, inputs.samples_per_prompt if inputs.share_prompts else 1
+    if inputs.row:
+        prompt, response, group = 0, inputs.row, 1
+    costs = [
+        Cost(index, prompt + response, response + (prompt if index % group == 0 else 0))
+        for index in range(inputs.samples_per_update)
+    ]
+    chunks = split(costs, budget)
+    return min(budget, max(chunk[0].whole + sum(cost.more for cost in chunk[1:]) for chunk in chunks))
 
 
 def _planned(inputs: MemoryInputs, recipe: Recipe, sizes: Sizes, available: float, host: float | None) -> MemoryPlan:

@@ -23,7 +23,7 @@ Numerics: TypeAlias = Literal["fp32", "bf16", "exact"]
 TOLERANCE: dict[Numerics, float] = {"fp32": 1e-4, "bf16": 0.03, "exact": 0.0}
 """Largest mean |Δ log-probability| of a probe. Synced dense bf16 models show 0.010-0.018, unsynced 0.2 (TRL issue 5312)."""
 ROUNDINGS = 2.0
-"""Tolerance factor for an engine with other kernels, relative to the model's own rounding noise."""
+"""Tolerance factor for an engine with other kernels and for mixtures of experts, relative to the model's own rounding noise."""
 PROBE_KEY = 0x70726F6265  # "probe"
 
 
@@ -86,8 +86,8 @@ def proof_settings(
 ) -> ProofSettings:
     """Return fixed probe sequences for a vocabulary of `vocab` ids; `special` ids are left out unless there are no others.
 
-    `rounding`, for an engine with other kernels than the learner's, returns how far rounding alone moves this model's
-    log-probabilities of given sequences: some bf16 models differ from themselves by more than TOLERANCE.
+    `rounding`, for an engine with other kernels than the learner's and for mixtures of experts, returns how far rounding alone
+    moves this model's log-probabilities of given sequences: some bf16 models differ from themselves by more than TOLERANCE.
     """
     avoid = frozenset(special) if frozenset(special) < frozenset(range(vocab)) else frozenset()
     drawn = (splitmix64(PROBE_KEY, place) % vocab for place in count())

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.build.exactness import settle_exactness, unserved
 from lockstep.config.schema import Recipe
 from lockstep.models import exact
+from lockstep.models.known import has_experts
 from tests.learner.models import plain, twin
 
 
@@ -48,12 +49,20 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
         ("gpt-oss", {"adapter": {"kind": "lora", "base": "mxfp4"}}, ""),
         ("qwen3-moe", {}, ""),
         ("qwen3-moe", {"update": {"replay_routing": True}}, "without it"),
+        ("qwen3-moe", {"numerics": {"rollout": "mxfp4-w4a16"}}, "mxfp4-w4a16"),
         ("gemma3", {}, "not for gemma3"),
     ],
 )
 def test_what_cannot_be_exact_has_a_reason(family: str, sections: dict[str, Any], reason: str):
     found = unserved(twin(plain(family, dtype=torch.bfloat16)), recipe(**sections))
     assert reason in found if reason else found == ""
+
+
+def test_auto_is_for_mixtures_of_experts_alone():
+    assert Recipe().numerics.exact == "auto"
+    assert has_experts(plain("gpt-oss"))
+    assert has_experts(plain("qwen3-moe"))
+    assert not has_experts(plain("llama-tied"))
 
 
 def test_other_weights_than_bf16_are_not_promised():

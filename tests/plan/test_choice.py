@@ -6,19 +6,23 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.build.memory import CHECKED_STEP, check_memory
 from lockstep.config.load import load
 from lockstep.device import GpuPeak
 from lockstep.errors import ConfigError, DoesNotFitError
 from lockstep.learner.offload import CHUNK
-from lockstep.plan.choice import MemoryPlan, compared, memory_lines, plan_memory
+from lockstep.learner.packing import microbatches, pack
+from lockstep.plan.choice import MemoryPlan, compared, even_share, memory_lines, plan_memory
 from lockstep.plan.devices import require_devices
 from lockstep.plan.floors import H200 as FLOOR_GPU
 from lockstep.plan.memory import host_bytes, offloaded_host_bytes
-from lockstep.plan.memory_inputs import GIB, OFFLOAD_CHUNK
+from lockstep.plan.memory_inputs import GIB, OFFLOAD_CHUNK, memory_inputs_of
 from lockstep.plan.preview import recipe_floor
 from lockstep.plan.shapes import ModelShape
+from lockstep.types import TrainSequence
 from tests.plan.test_floors import LARGE, SMALL
 from tests.plan.test_memory import GPU, H200
 
@@ -31,7 +35,7 @@ def plan(shape: ModelShape, *overrides: str, gib: float = H200 / GIB, device: st
 # --- choosing -------------------------------------------------------------------------------------------------------
 def test_the_most_tokens_that_fit_without_recomputing() -> None:
     chosen = plan(SMALL)
-    assert (chosen.sizes.recompute, chosen.sizes.tokens) == ("none", 32768)
+    assert (chosen.sizes.recompute, chosen.sizes.tokens) == ("none", 46848)
     assert chosen.needs <= H200 < plan(SMALL, "update={recompute: none, tokens_per_microbatch: 65536}", gib=1e4).needs
 
 
@@ -39,10 +43,28 @@ def test_recomputing_comes_before_fewer_than_16384_tokens() -> None:
     assert plan(SMALL, gib=75).sizes.recompute == "none"
     assert plan(SMALL, gib=61).sizes.recompute == "selective"
     full = plan(SMALL, gib=38)
-    assert (full.sizes.recompute, full.sizes.tokens) == ("full", 32768)
+    assert (full.sizes.recompute, full.sizes.tokens) == ("full", 28416)
     small = plan(LARGE, "adapter.kind=lora", "rollout.slots=8", gib=22)
     assert small.sizes.recompute in ("selective", "full")
     assert small.sizes.tokens >= 8192
+
+
+@given(st.integers(1, 20), st.integers(2, 8), st.integers(1, 300), st.integers(1, 300), st.booleans())
+def test_an_update_of_the_longest_replies_uses_up_its_even_share(
+    prompts: int, samples: int, prompt: int, response: int, share: bool
+) -> None:
+    words = f"prompts_per_step={prompts}", f"samples_per_prompt={samples}", f"rollout.max_tokens={response}"
+    recipe = load(
+        ["task={kind: reasoning_gym}", "algorithm=rloo", *words, f"update.share_prompts={str(share).lower()}"]
+    )
+    inputs = memory_inputs_of(recipe, SMALL, "cuda", 1e12, prompt_tokens=prompt, passes=False)
+    ids, zeros = (5,) * (response + 1), (0.0,) * (response + 1)  # the last token is not read
+    groups = [group for group in range(prompts) for _ in range(samples)]
+    rows = [TrainSequence((group,) * prompt, ids, (True,) * len(ids), zeros, zeros, 0.0, group) for group in groups]
+    tokens = even_share(inputs, 1024)
+    chunks = microbatches(rows, tokens, share_prompts=share)
+    largest = max(pack(rows, chunk, share_prompts=share, device=torch.device("cpu")).tokens for chunk in chunks)
+    assert largest == tokens <= 1024
 
 
 def test_what_the_recipe_says_is_kept() -> None:
@@ -216,9 +238,9 @@ def test_nothing_helps_a_model_that_is_much_too_large() -> None:
 def test_the_table_names_the_largest_part_of_each_phase() -> None:
     chosen = plan(SMALL)
     lines = memory_lines(chosen)
-    assert lines[0] == "micro-batches of up to 32768 tokens, recompute none, 512 rows in the engine"
+    assert lines[0] == "micro-batches of up to 46848 tokens, recompute none, 512 rows in the engine"
     train = next(line for line in lines if line.startswith("train "))
-    assert re.search(rf"{chosen.peak.bytes / GIB:.2f}\s+activations of 32768 tokens", train)
+    assert re.search(rf"{chosen.peak.bytes / GIB:.2f}\s+activations of 46848 tokens", train)
     assert lines[-2].endswith(f"= {chosen.needs / GIB:.1f} of 139.8 GiB")
     # fp32 masters and moments of 1.54e9 parameters, twelve bytes each, go through the host as one file
     assert lines[-1] == "the host needs 17.3 GiB while it writes a checkpoint"

@@ -47,7 +47,7 @@ def test_what_is_proposed_fits_and_can_be_pasted(seven: list[str], gib: float) -
 
 def test_more_memory_gives_larger_micro_batches_and_longer_replies(seven: list[str]) -> None:
     sizes = []
-    for gib in (24.0, 80.0):
+    for gib in (24.0, 120.0):
         preview = Preview.of(load([*seven, "adapter.kind=lora"]), gib)
         assert preview is not None
         sizes.append(propose(preview)[2].sizes)
