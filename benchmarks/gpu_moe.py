@@ -208,7 +208,7 @@ def gaps_of(done: list[Any], rows: Any) -> dict[str, float]:
 def replayed(model: Any, recipe: Any, *, cpu: bool) -> dict[str, Any]:
     """Compare sampling with training on the same replies: once with the routes that sampling took, once without."""
     from lockstep.algorithms.build import build_objective
-    from lockstep.learner.learner import TorchLearner
+    from lockstep.learner.learner import TorchLearner, plain_logprobs
     from lockstep.rollout.build import native_engine
     from lockstep.types import Batch, TrainSequence
 
@@ -225,7 +225,8 @@ def replayed(model: Any, recipe: Any, *, cpu: bool) -> dict[str, Any]:
         )
         for one in done
     ]  # fmt: skip
-    own = TorchLearner(model, recipe).response_logprobs(sequences, 1.0)
+    whole = plain_logprobs(model, [(*one.request.prompt_ids, *one.ids) for one in done], 8192)
+    own = [row[-len(one.ids) :] for one, row in zip(done, whole, strict=True)]
     replaying = recipe.model_copy(update={"update": recipe.update.model_copy(update={"replay_routing": True})})
     learner = TorchLearner(model, replaying)
     found = {
