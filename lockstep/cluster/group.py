@@ -216,7 +216,7 @@ class GroupEngine:
                 self._asked[rank] = 0
                 continue
             self._asked[rank] -= 1
-            completions += [replace(one, request=self._open[rank].pop(one.request.id)) for one in found]
+            completions += [Completion(self._open[rank].pop(id), *reply) for id, *reply in found]
         return completions
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:

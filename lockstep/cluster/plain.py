@@ -1,6 +1,7 @@
 """Converts records to plain Python values and back, for messages between processes: numbers become bytes, nothing is pickled.
 
-What a worker's method takes and returns travels as its annotations say.
+What a worker's method takes and returns travels as its annotations say. Values of one type are converted together, and many
+records field by field; an object that is there several times, as the prompt of a group is, travels once.
 """
 
 from __future__ import annotations
@@ -11,32 +12,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
+from itertools import chain, islice
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-Convert: TypeAlias = Callable[[Any], Any]
+Codec: TypeAlias = tuple[Callable[[Sequence[Any]], Any], Callable[[Any], Sequence[Any]]]
+"""Functions that make values of a type plain, all together, and that reverse it."""
 
 NUMBERS: dict[Any, str] = {int: "iq", float: "fd", bool: "?"}
-"""Codes of struct as which tuples of numbers travel: the first that loses nothing. A message begins with its place."""
-ALIKE = 128
-"""Added to the place if all numbers are equal, as in most masks and advantages: then their count and one of them follow. Not for
-zeros: 0.0 and -0.0 are equal, and differ in a bit.
-"""
-REMEMBERED = 64
-"""Messages whose tuples are remembered: the replies of a group share prompt, mask and often advantages."""
+"""Codes of struct as which tuples of numbers travel: the first that loses nothing of any of them."""
 
 
 def to_plain(kind: Any, value: Any) -> Any:
     """Return a value of type `kind` as lists, dicts, texts, numbers and bytes."""
-    with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are tried as float32
-        return _codec(kind)[0](value)
+    return _codec(kind)[0]([value])
 
 
 def from_plain(kind: Any, value: Any) -> Any:
     """Return the value that `to_plain` made plain, equal to the last bit."""
-    return _codec(kind)[1](value)
+    return _codec(kind)[1](value)[0]
 
 
 @cache
@@ -52,76 +48,124 @@ def kinds_of(worker: str, method: str) -> tuple[dict[str, Any], Any]:
 
 
 @cache
-def _codec(kind: Any) -> tuple[Convert, Convert]:
-    """Return how values of a type are written and how they are read. Raises TypeError for a type that cannot be sent."""
+def _codec(kind: Any) -> Codec:
+    """Return how values of a type travel. Raises TypeError for a type that cannot be sent."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         record: Any = kind
         hints, names = get_type_hints(kind), [field.name for field in fields(kind)]
-        write, read = _parts([hints[name] for name in names])
-        return lambda value: write([getattr(value, name) for name in names]), lambda value: record(*read(value))
+        return _once(
+            _parts([hints[name] for name in names], lambda one: [getattr(one, name) for name in names], record)
+        )
     if origin in (types.UnionType, Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
-        write, read = _codec(inner)
-        return (
-            lambda value: None if value is None else write(value),
-            lambda value: None if value is None else read(value),
+        return _inside(
+            inner,
+            lambda one: one is None,
+            lambda one: () if one is None else (one,),
+            lambda no, rest: None if no else next(rest),
         )
     if origin is tuple and Ellipsis not in args:
-        write, read = _parts(args)
-        return write, lambda value: tuple(read(value))
+        return _parts(args, list, lambda *parts: parts)
     if origin is tuple and args[0] in NUMBERS:
         codes = NUMBERS[args[0]]
-        return lambda value: _pack(value, codes), lambda value: _unpack(value, codes)
+        return _once((lambda values: _pack(values, codes), lambda plain: _unpack(*plain)))
     if origin in (tuple, list, Sequence, Collection):
-        write, read = _codec(args[0])
         make = list if origin is list else tuple
-        return lambda value: [write(one) for one in value], lambda value: make(read(one) for one in value)
+        return _inside(args[0], len, iter, lambda count, rest: make(islice(rest, count)))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        write, read = _codec(args[1])
-        return (
-            lambda value: {name: write(one) for name, one in value.items()},
-            lambda value: {name: read(one) for name, one in value.items()},
+        return _inside(
+            args[1], list, lambda one: one.values(), lambda names, rest: dict(zip(names, rest, strict=False))
         )
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda value: value.value, kind
+        return lambda values: [one.value for one in values], lambda plain: [kind(one) for one in plain]
     if kind in (str, int, float, bool, bytes, type(None), Any) or origin is Literal:
-        return lambda value: value, lambda value: value
+        return list, list
     raise TypeError(f"values of type {kind!r} cannot be sent")
 
 
-def _parts(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
-    """Return how values of these types, one of each, are written and how they are read."""
+def _once(codec: Codec) -> Codec:
+    """Return a codec by which each object is written once, however often it is among the values, and is shared again."""
+    write, read = codec
+
+    def write_once(values: Sequence[Any]) -> Any:
+        own = {id(one): one for one in values}
+        places = {name: place for place, name in enumerate(own)}
+        return [[places[id(one)] for one in values], write([*own.values()])]
+
+    def read_shared(plain: Any) -> Sequence[Any]:
+        own = read(plain[1])
+        return [own[place] for place in plain[0]]
+
+    return write_once, read_shared
+
+
+def _parts(kinds: Sequence[Any], parts_of: Callable[[Any], Sequence[Any]], make: Callable[..., Any]) -> Codec:
+    """Return the codec of values that are made of one part of each type."""
     parts = [_codec(kind) for kind in kinds]
-    return (
-        lambda values: [write(one) for (write, _), one in zip(parts, values, strict=True)],
-        lambda values: [read(one) for (_, read), one in zip(parts, values, strict=True)],
-    )
+
+    def write(values: Sequence[Any]) -> Any:
+        columns = zip(*map(parts_of, values), strict=True) if values else [()] * len(parts)
+        return [write(column) for (write, _), column in zip(parts, columns, strict=True)]
+
+    def read(plain: Any) -> Sequence[Any]:
+        columns = [read(column) for (_, read), column in zip(parts, plain, strict=True)]
+        return [make(*row) for row in zip(*columns, strict=True)]
+
+    return write, read
 
 
-def _pack(numbers: Sequence[Any], codes: str) -> bytes:
-    alike = bool(numbers) and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers)
-    place, packed = _packed(numbers[:1] if alike else numbers, codes)
-    return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + packed if alike else bytes([place]) + packed
+def _inside(
+    kind: Any, form: Callable[[Any], Any], values_in: Callable[[Any], Any], make: Callable[[Any, Any], Any]
+) -> Codec:
+    """Return the codec of what holds any number of values of a type: by its `form`, `make` takes them from a row of all."""
+    write, read = _codec(kind)
+
+    def write_all(values: Sequence[Any]) -> Any:
+        return [[form(one) for one in values], write([*chain.from_iterable(map(values_in, values))])]
+
+    def read_all(plain: Any) -> Sequence[Any]:
+        rest = iter(read(plain[1]))
+        return [make(one, rest) for one in plain[0]]
+
+    return write_all, read_all
 
 
-def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:
-    count, narrow = len(numbers), codes[0]
+def _pack(values: Sequence[Any], codes: str) -> Any:
+    """Return for tuples of numbers their lengths, which of them repeat one number, as most advantages do, a code and bytes.
+
+    Not zeros: 0.0 and -0.0 are equal, and differ in a bit.
+    """
+    alike = [bool(one) and one[0] == one[-1] != 0 and one.count(one[0]) == len(one) for one in values]
+    numbers = [one[:1] if same else one for one, same in zip(values, alike, strict=True)]
+    return [[len(one) for one in values], alike, *_packed(numbers, codes[0], codes[-1])]
+
+
+def _packed(numbers: Sequence[Any], narrow: str, wide: str) -> tuple[str, bytes]:
     if narrow == "f":
-        whole = struct.pack(f"={count}d", *numbers)
-        short = np.frombuffer(whole, np.float64).astype(np.float32)
-        return (0, short.tobytes()) if short.astype(np.float64).tobytes() == whole else (1, whole)
+        whole = _joined(numbers, wide)
+        with np.errstate(over="ignore", invalid="ignore"):
+            short = np.frombuffer(whole, np.float64).astype(np.float32)
+        return (narrow, short.tobytes()) if short.astype(np.float64).tobytes() == whole else (wide, whole)
     try:
-        return 0, struct.pack(f"={count}{narrow}", *numbers)
+        return narrow, _joined(numbers, narrow)
     except struct.error:
-        return 1, struct.pack(f"={count}{codes[1]}", *numbers)
+        return wide, _joined(numbers, wide)
 
 
-@lru_cache(REMEMBERED)
-def _unpack(message: bytes, codes: str) -> tuple[Any, ...]:
-    alike, place = divmod(message[0], ALIKE)
-    code = codes[place]
-    if alike:
-        count, *one = struct.unpack_from(f"=q{code}", message, 1)
-        return tuple(one * count)
-    return struct.unpack_from(f"{(len(message) - 1) // struct.calcsize(code)}{code}", message, 1)
+def _joined(numbers: Sequence[Any], code: str) -> bytes:
+    return b"".join([struct.pack(f"={len(one)}{code}", *one) for one in numbers])
+
+
+@lru_cache(typed=True)
+def _repeated(number: Any, count: int) -> tuple[Any, ...]:
+    return (number,) * count
+
+
+def _unpack(lengths: Sequence[int], alike: Sequence[bool], code: str, packed: bytes) -> Sequence[Any]:
+    found, start, size = [], 0, struct.calcsize(f"={code}")
+    for length, same in zip(lengths, alike, strict=True):
+        numbers = struct.unpack_from(f"={1 if same else length}{code}", packed, start)
+        start += size * len(numbers)
+        found.append(_repeated(*numbers, length) if same else numbers)
+    return found

@@ -9,10 +9,10 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -29,7 +29,10 @@ from lockstep.models.weights import clean_name, frozen_names, load_weights, name
 from lockstep.noise.targets import Targets
 from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
-from lockstep.types import Completion, LearnerFacts, Proof, Request, RolloutEngine
+from lockstep.types import Completion, FinishReason, LearnerFacts, Proof, Request, RolloutEngine, TokenIds
+
+Replies: TypeAlias = list[tuple[str, TokenIds, tuple[float, ...], FinishReason, int, tuple[str, str] | None, bytes]]
+"""Completions with the id of their request, which the driver has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +125,8 @@ class Sampler:
         self.engine.load(iter(()), version)
 
     # --- engine ---------------------------------------------------------------------------------------------------
-    def sample(self, requests: list[Request], seconds: float) -> list[Completion]:
-        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left.
-
-        The driver has the prompts: they are left out.
-        """
+    def sample(self, requests: list[Request], seconds: float) -> Replies:
+        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
         self.engine.submit(requests)
         end, found = time.monotonic() + seconds, list[Completion]()
         self._running = self._running or self.engine.completed()
@@ -138,7 +138,7 @@ class Sampler:
             self._running = None
         read = self._chat.read_many([one.ids for one in found])
         return [
-            replace(one, request=replace(one.request, prompt_ids=()), read=texts)
+            (one.request.id, one.ids, one.logprobs, one.finish, one.version, texts, one.routes)
             for one, texts in zip(found, read, strict=True)
         ]
 

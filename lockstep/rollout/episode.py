@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from lockstep.config.schema import Turns
@@ -26,7 +27,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Episode:
-    """A rollout in progress; a question is an episode of one reply. Lists are per token after the first prompt."""
+    """A rollout in progress; a question is an episode of one reply. Tuples are per token after the first prompt."""
 
     key: str
     prompt: Prompt
@@ -40,10 +41,10 @@ class Episode:
     prefix: int
     limits: Turns
     runner: Runner | None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    ids: TokenIds = ()
+    logprobs: tuple[float, ...] = ()
     """Log-probability of each token; 0 for observed tokens."""
-    trained: list[bool] = field(default_factory=list)
+    trained: tuple[bool, ...] = ()
     """True for tokens that were sampled."""
     routes: bytes = b""
     """Experts of each token, as the first pass over it chose them."""
@@ -63,6 +64,12 @@ class Episode:
     cut: Literal["", "turns", "timeout", "error"] = ""
 
 
+@lru_cache
+def all_trained(count: int) -> tuple[bool, ...]:
+    """Return the mask of a reply. Replies of a length share it: what is sent to workers then holds it once."""
+    return (True,) * count
+
+
 def check_reply(completion: Completion, episode: Episode) -> None:
     """Raise unless a reply was sampled by the right weights, after exactly the episode's ids."""
     if completion.version != episode.version:
@@ -71,7 +78,7 @@ def check_reply(completion: Completion, episode: Episode) -> None:
             where=f"reply {completion.request.id}",
             fix="load no weights while replies are being sampled",
         )
-    if completion.request.prompt_ids != (*episode.prompt_ids, *episode.ids) or not completion.ids:
+    if completion.request.prompt_ids != episode.prompt_ids + episode.ids or not completion.ids:
         raise EngineError(
             "the reply is empty, or was sampled after other tokens than those of its episode",
             where=f"reply {completion.request.id}",
@@ -84,19 +91,16 @@ def check_tokens(episode: Episode) -> None:
     sampled = 0
     for reply in episode.replies:
         span, done = slice(reply.start, reply.end), reply.completion
-        same = (
-            tuple(episode.ids[span]) == done.ids
-            and tuple(episode.logprobs[span]) == done.logprobs
-            and all(episode.trained[span])
-        )
-        if not same or done.request.prompt_ids != (*episode.prompt_ids, *episode.ids[: reply.start]):
+        same = episode.ids[span] == done.ids and episode.logprobs[span] == done.logprobs and all(episode.trained[span])
+        if not same or done.request.prompt_ids != episode.prompt_ids + episode.ids[: reply.start]:
             raise EngineError(
                 "the tokens to be trained are not those that were sampled", where=f"reply {done.request.id}", fix=DEFECT
             )
         sampled += len(done.ids)
-    if sampled != sum(episode.trained) or len(episode.ids) != len(episode.trained):
+    trained = episode.trained.count(True)
+    if sampled != trained or len(episode.ids) != len(episode.trained):
         raise EngineError(
-            f"{sum(episode.trained)} of the episode's tokens would be trained, but {sampled} were sampled",
+            f"{trained} of the episode's tokens would be trained, but {sampled} were sampled",
             where=f"episode {episode.key}",
             fix=DEFECT,
         )

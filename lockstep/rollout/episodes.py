@@ -17,7 +17,7 @@ from lockstep.chat.continuation import Continuation
 from lockstep.envs.runners import Answer, Fault, poll_all
 from lockstep.errors import DEFECT, ChatError, EngineError
 from lockstep.rollout.agents import AgentEpisode, Agents, verdict
-from lockstep.rollout.episode import Episode, Reply, check_reply, check_tokens
+from lockstep.rollout.episode import Episode, Reply, all_trained, check_reply, check_tokens
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.seeds import seed_for
 from lockstep.tasks.base import BuiltTask
@@ -188,10 +188,10 @@ class _Table:
         self._requested[name] = key
         return Request(
             name,
-            (*episode.prompt_ids, *episode.ids),
+            episode.prompt_ids + episode.ids,
             name if turn else episode.prompt.id,
             seed_for(*self._seed, episode.prompt.id, episode.sample, *seed),
-            replace(self._sampling, max_tokens=tokens),
+            self._sampling if tokens == self._sampling.max_tokens else replace(self._sampling, max_tokens=tokens),
             episode.version,
             episode.prefix,
             len(episode.prompt_ids) + episode.budget if episode.runner is not None else 0,
@@ -208,7 +208,7 @@ class _Table:
         episode.replies.append(Reply(len(episode.ids), completion))
         episode.ids += completion.ids
         episode.logprobs += completion.logprobs
-        episode.trained += [True] * len(completion.ids)
+        episode.trained += all_trained(len(completion.ids))
         episode.routes += completion.routes[len(episode.routes) :]
         began = time.perf_counter()
         episode.text, answer = completion.read or self._chat.read(completion.ids)
@@ -342,8 +342,8 @@ class _Table:
         if len(episode.ids) + len(ids) >= episode.budget:
             return False
         episode.ids += ids
-        episode.logprobs += [0.0] * len(ids)
-        episode.trained += [False] * len(ids)
+        episode.logprobs += (0.0,) * len(ids)
+        episode.trained += (False,) * len(ids)
         return True
 
     def _graded(self, episode: Episode, grade: Grade) -> None:
@@ -381,9 +381,9 @@ class _Table:
         rollout = Rollout(
             prompt=episode.prompt,
             prompt_ids=episode.prompt_ids,
-            ids=tuple(episode.ids),
-            logprobs=tuple(episode.logprobs),
-            trained=tuple(episode.trained),
+            ids=episode.ids,
+            logprobs=episode.logprobs,
+            trained=episode.trained,
             text=episode.text,
             finish=finish,
             version=episode.version,

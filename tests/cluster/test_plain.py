@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from lockstep.algorithms.correction import Mismatch
-from lockstep.cluster import process_workers
+from lockstep.cluster import process_workers, wire
 from lockstep.cluster.host import SAMPLER, TRAINER
 from lockstep.cluster.plain import _codec, from_plain, kinds_of, to_plain
 from lockstep.learner.protocol import Share
@@ -31,10 +32,12 @@ from lockstep.types import (
     Request,
     Sampling,
     Scored,
+    TrainSequence,
 )
 from tests.learner.batches import make_batch
 
 Rows, Values = tuple[tuple[int, ...], ...], list[tuple[float, ...]]
+Sequences, Tables = list[TrainSequence], list[dict[str, list[float]]]
 REQUEST = Request("sum/1#0", (5, 2**40), "sum/1", -(2**62), Sampling(8, 0.7, stop=("a", "ü")), 3, 1)
 
 
@@ -66,7 +69,7 @@ def test_numbers_that_are_all_alike_travel_as_one_and_keep_their_bits() -> None:
         assert [struct.pack("<d", x) for x in found] == [struct.pack("<d", x) for x in numbers]
     for ids in ((7,) * 512, (2**40,) * 3, (7, 8), (7,), ()):
         assert from_plain(Rows, to_plain(Rows, [ids])) == (ids,)
-    assert len(to_plain(Values, [(0.1,) * 512])[0]) < 20
+    assert len(wire.dumps(to_plain(Values, [(0.1,) * 512]))) < 40
 
 
 def test_what_is_remembered_of_one_type_is_not_taken_for_another() -> None:
@@ -78,10 +81,25 @@ def test_what_is_remembered_of_one_type_is_not_taken_for_another() -> None:
 
 
 def test_replies_of_a_group_share_their_prompt_where_they_arrive() -> None:
-    found = from_plain(Batch, to_plain(Batch, make_batch())).sequences
-    first, second = found[:2]
-    assert first.group == second.group
-    assert first.prompt_ids is second.prompt_ids
+    first, *others = make_batch().sequences
+    sent = [first, *(replace(one, prompt_ids=first.prompt_ids) for one in others), first]
+    found = from_plain(Sequences, to_plain(Sequences, sent))
+    assert found == sent
+    assert len({id(one.prompt_ids) for one in found}) == 1
+    assert found[0] is found[-1]
+
+
+def test_lists_and_mappings_of_any_length_arrive() -> None:
+    for sent in ([], [{}], [{"a": [], "b": [1.5, 2.5]}, {}, {"a": [0.5]}]):
+        assert from_plain(Tables, to_plain(Tables, sent)) == sent
+    one, *_ = (found := from_plain(Tables, to_plain(Tables, [row := {"a": [1.5]}, row])))
+    one["a"].append(2.5)
+    assert found == [{"a": [1.5, 2.5]}, {"a": [1.5]}]  # what can change is not shared
+
+
+def test_a_number_that_no_code_holds_is_refused() -> None:
+    with pytest.raises(struct.error):
+        to_plain(Rows, [(1, 2**63)])
 
 
 def test_optional_and_nested_records_arrive() -> None:

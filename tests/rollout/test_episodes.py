@@ -86,9 +86,9 @@ def episode() -> Episode:
         0,
         LIMITS,
         None,
-        ids=[3, 4, 9, 9, 5, 6],
-        logprobs=[-0.5, -0.5, 0.0, 0.0, -0.5, -0.5],
-        trained=[True, True, False, False, True, True],
+        ids=(3, 4, 9, 9, 5, 6),
+        logprobs=(-0.5, -0.5, 0.0, 0.0, -0.5, -0.5),
+        trained=(True, True, False, False, True, True),
         replies=[Reply(0, completion((1, 2), (3, 4))), Reply(4, completion((1, 2, 3, 4, 9, 9), (5, 6)))],
     )
 
@@ -97,11 +97,11 @@ def test_the_check_of_tokens_notices_one_wrong_token() -> None:
     good = episode()
     check_tokens(good)
     for change in (
-        {"ids": [3, 5, 9, 9, 5, 6]},
-        {"ids": [3, 4, 8, 9, 5, 6]},
-        {"trained": [True, True, True, False, True, True]},
-        {"trained": [False, True, False, False, True, True]},
-        {"logprobs": [-0.25, -0.5, 0.0, 0.0, -0.5, -0.5]},
+        {"ids": (3, 5, 9, 9, 5, 6)},
+        {"ids": (3, 4, 8, 9, 5, 6)},
+        {"trained": (True, True, True, False, True, True)},
+        {"trained": (False, True, False, False, True, True)},
+        {"logprobs": (-0.25, -0.5, 0.0, 0.0, -0.5, -0.5)},
         {"prompt_ids": (1, 2, 5)},
         {"replies": good.replies[:-1]},
         {"replies": [replace(good.replies[0], start=1), good.replies[1]]},
