@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.chat.continuation import Continuation, alike
 from lockstep.chat.mask import spans_by_prefix, spans_by_template
 from lockstep.chat.parser import CHANNEL, CLOSE, OPEN, Parser, answer_of, opens_thought, parser_of
+from lockstep.chat.spelling import Spelling
 from lockstep.chat.template import (
     FIXED_DATE,
     Template,
@@ -137,7 +138,7 @@ class ChatFormat:
         return found
 
     def read_many(self, replies: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-        """Return `read` of each reply; a fast tokenizer decodes all of them together, on all cores."""
+        """Return `read` of each reply."""
         hidden = frozenset() if self._marked else self._special_ids
         ends = [bool(ids) and ids[-1] in self.stop_ids and ids[-1] not in hidden for ids in replies]
         whole = self._texts(replies)
@@ -153,13 +154,21 @@ class ChatFormat:
 
     def _texts(self, many: Sequence[Sequence[int]]) -> list[str]:
         """Return `_text` of each reply, special tokens shown if they mark thoughts."""
+        if self._spelling is not None:
+            return [self._spelling.decode(ids) for ids in many]
+        return [self._text(ids, special=self._marked) for ids in many]
+
+    @cached_property
+    def _spelling(self) -> Spelling | None:
+        """What decodes replies as the tokenizer does, if that is simple."""
+        from tokenizers.decoders import ByteLevel
         from transformers import PreTrainedTokenizerFast as Fast
 
         kind = type(self.tokenizer)
-        if len(many) < 2 or (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode):
-            return [self._text(ids, special=self._marked) for ids in many]
-        # what its decode calls for each, while spaces are not cleaned up
-        return list(self.tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=not self._marked))
+        own = (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode)
+        if own or not isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
+            return None
+        return Spelling(self.tokenizer.backend_tokenizer, special=self._marked)
 
     def _text(self, ids: Sequence[int], *, special: bool) -> str:
         array = np.asarray(ids, np.int64)  # of a list transformers looks at the type of each id
