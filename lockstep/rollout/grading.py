@@ -14,11 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
 
 from lockstep.errors import DEFECT, EngineError, LockstepError
 from lockstep.tasks.base import BuiltTask
@@ -30,8 +28,6 @@ MOST = 16
 """Most calls that a thread takes at a time."""
 FAST_SECONDS = 0.005
 """Several are taken only of a grader whose calls took less so far, on average."""
-_Graded: TypeAlias = tuple[list[Grade], float]
-"""Grades of one call, and its seconds."""
 
 
 @dataclass(slots=True)
@@ -43,7 +39,9 @@ class _Call:
     asked: Asked
     together: GradeMany | None = None
     """Function that makes it together with others."""
-    graded: Future[_Graded] = field(default_factory=Future)
+    found: list[Grade] | BaseException | None = None
+    """Its grades, or what is raised instead of them; None until it was made. A Future for each would take longer than a grade."""
+    seconds: float = 0.0
 
 
 class AsyncGrader:
@@ -55,15 +53,15 @@ class AsyncGrader:
         self._threads: ThreadPoolExecutor | None = None
         if self._workers:
             self._threads = ThreadPoolExecutor(self._workers, "lockstep-grade", CANCEL.set, (self._cancel,))
-        self._lock = threading.Lock()
-        """Guard of the three that follow."""
+        self._lock = threading.Condition()
+        """Guard of the three that follow; it is told when calls were made."""
         self._waiting: deque[_Call] = deque()
         self._running = 0
         """Threads that take calls as long as any wait."""
         self._spent: dict[GradeMany, tuple[float, int]] = {}
         """Seconds and number of the calls that each grader has answered."""
         self._calls: list[_Call] = []
-        self._grades: dict[str, tuple[Future[_Graded], int]] = {}
+        self._grades: dict[str, tuple[_Call, int]] = {}
         """The call that grades a reply, and the reply's place in it."""
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.open = 0
@@ -80,7 +78,7 @@ class AsyncGrader:
         with self._lock:
             self._cancel.set()
             for call in self._waiting:
-                call.graded.cancel()
+                call.found = CancelledError()
             self._waiting.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
@@ -104,10 +102,10 @@ class AsyncGrader:
         self.open += len(call.keys)
         self._calls.append(call)
         for place, key in enumerate(call.keys):
-            self._grades[key] = (call.graded, place)
+            self._grades[key] = (call, place)
         if self._threads is None or not self._task.workers_for(prompt):
             self._make([call])
-            self.held += call.graded.result()[1]
+            self.held += call.seconds
             return
         if (found := self._task.grades_many(prompt)) is not None:
             call.together, own = found
@@ -120,7 +118,7 @@ class AsyncGrader:
         with self._lock:
             if self._threads is None or self._cancel.is_set():
                 for call in calls:
-                    call.graded.cancel()
+                    call.found = CancelledError()
                 return
             if again:
                 self._waiting.extendleft(reversed(calls))
@@ -164,15 +162,18 @@ class AsyncGrader:
         if together is not None:
             answers = together([call.asked for call in calls], late)
         while left:
+            call, start = left[0], time.perf_counter()
             try:
-                found = _timed(partial(next, answers), len(left[0].keys))
+                call.found = next(answers)
             except StopIteration:
                 break
+            except Exception as error:  # a grader's own mistake leaves its replies unscored, never 0
+                reason = f"the verifier raised {describe(error, None)}"
+                call.found = error if isinstance(error, LockstepError) else [unscored(reason)] * len(call.keys)
             except BaseException as error:  # raised where the grade is read
-                left[0].graded.set_exception(error)
-            else:
-                left[0].graded.set_result(found)
-                spent, answered = spent + found[1], answered + 1
+                call.found = error
+            call.seconds = time.perf_counter() - start
+            spent, answered = spent + call.seconds, answered + 1
             made.append(left.popleft())
         self._report(made)
         if left:
@@ -188,6 +189,8 @@ class AsyncGrader:
             for key in call.keys:
                 self._done.put(key)
         made.clear()
+        with self._lock:
+            self._lock.notify_all()
 
     # --- results --------------------------------------------------------------------------------------------------
     def done(self, seconds: float = 0.0) -> list[str]:
@@ -207,28 +210,19 @@ class AsyncGrader:
 
     def grade(self, key: str) -> Grade:
         """Return the grade of a submitted reply; waits for it. Raises LockstepError if the grader cannot work at all."""
-        future, place = self._grades[key]
-        if future.done():
-            return future.result()[0][place]
-        start = time.perf_counter()
-        grades, _ = future.result()
-        self.held += time.perf_counter() - start
-        return grades[place]
+        call, place = self._grades[key]
+        if call.found is None:
+            start = time.perf_counter()
+            with self._lock:
+                self._lock.wait_for(lambda: call.found is not None)
+            self.held += time.perf_counter() - start
+        if isinstance(call.found, BaseException):
+            raise call.found
+        assert call.found is not None
+        return call.found[place]
 
     @property
     def metrics(self) -> Metrics:
-        """Return the seconds of all grading, and those of the slowest reply; waits for replies that are being graded."""
-        seconds = [call.graded.result()[1] for call in self._calls]
+        """Return the seconds of all grading so far, and those of the slowest reply."""
+        seconds = [call.seconds for call in self._calls]
         return {"time/grade_work": sum(seconds), "time/grade_slowest": max(seconds, default=0.0)}
-
-
-def _timed(call: Callable[[], list[Grade]], count: int) -> _Graded:
-    """Return the grades of a call and its seconds. A grader's own mistake leaves its `count` replies unscored, never 0."""
-    start = time.perf_counter()
-    try:
-        grades = call()
-    except (LockstepError, StopIteration):
-        raise
-    except Exception as error:
-        grades = [unscored(f"the verifier raised {describe(error, None)}")] * count
-    return grades, time.perf_counter() - start
