@@ -24,7 +24,7 @@ from lockstep.cluster.sampler import Facts
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN
 from lockstep.config.schema import Colocated, Local, Recipe, Split
-from lockstep.device import GpuPeak, choose_device
+from lockstep.device import GpuPeak, choose_device, rare_collections
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.batch import placement_lines
@@ -93,6 +93,7 @@ def start_workers(
     resolved = resolve(recipe.model)  # downloads are made once, before the workers look
     started = ProcessWorkers(placement, folder, gpu=choose_device(recipe.device).type == "cuda", trainer=trainer)
     stack.callback(started.close)
+    stack.enter_context(rare_collections())
     return resolved, started
 
 
