@@ -16,6 +16,7 @@ import pytest
 
 from lockstep.cluster import child, wire
 from lockstep.cluster.child import ENDED, Child, started_ahead, take
+from lockstep.cluster.plain import from_plain, to_plain
 
 DRIVER = """
 import sys, time
@@ -50,14 +51,15 @@ def test_a_process_answers_in_turn_and_tells_its_errors(tmp_path: Path) -> None:
     one.connect(inbox)
     one.send(wire.dumps([place, "tests.cluster.test_child:Echo"]))
     for word in ("first", b"\0" * 3_000_000, "\ud800", 2**63):
-        one.send(wire.dumps(["say", {"word": word}]))
+        one.send(wire.dumps(["say", {"word": to_plain(Any, word)}]))
     one.send(wire.dumps(["fail", {}]))
     for word in ("first", b"\0" * 3_000_000, "\ud800", 2**63):
-        assert inbox.get(timeout=60) == (one, ["ok", [word, 0]])
+        sender, (state, value) = inbox.get(timeout=60)
+        assert (sender, state, from_plain(list[Any], value)) == (one, "ok", [word, 0])
     _, (state, failure) = inbox.get(timeout=60)
     assert (state, failure[:4]) == ("failed", ["", "ValueError: odd", "", ""])
     assert "ValueError: odd" in (tmp_path / "rank_0.log").read_text()
-    one.send(wire.dumps(["leave", {"code": 7}]))
+    one.send(wire.dumps(["leave", {"code": to_plain(int, 7)}]))
     assert inbox.get(timeout=60) == (one, ENDED)
     assert one.end(grace=10) == "exit code 7"
     assert not psutil.pid_exists(one.pid)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.child import Inbox
+from lockstep.cluster.plain import to_plain
 from lockstep.cluster.process_workers import LOST, ProcessWorkers
 from lockstep.config.schema import Split
 
@@ -45,6 +46,6 @@ def test_a_sampler_that_was_given_up_may_answer_before_it_is_replaced(
     workers.start([0], "serve", 3)
     assert workers.results(9, {0, 1}, raises=False) == {1: LOST}
     for one in (sampler, trainer):
-        one.inbox.put((one, ["ok", None]))
+        one.inbox.put((one, ["ok", to_plain(type(None), None)]))
     assert workers.results(9, {0}) == {0: None}
     assert trainer.sent[1] == sampler.sent[1]
