@@ -6,8 +6,6 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +14,6 @@ import torch
 from lockstep.bf16_products import has_bf16_products, speed_up_bf16_products
 from lockstep.errors import ConfigError, MachineError
 
-OBJECTS = 50_000
-"""Objects between two rare collections; a step of 512 replies makes some ten thousand."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
 
@@ -96,19 +92,6 @@ def keep_objects() -> None:
     if has_gpu():
         gc.collect()  # garbage would hold its memory
     gc.freeze()
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage once in several steps, where it holds no memory of a GPU. What a step makes is mostly tuples of numbers: a
-    collection finds nothing in them, but looks at every number.
-    """
-    usual = gc.get_threshold()
-    gc.set_threshold(OBJECTS, *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:

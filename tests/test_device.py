@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from lockstep.device import choose_device, prepare_process, rare_collections, use_gpu
+from lockstep.device import choose_device, prepare_process, use_gpu
 from lockstep.errors import ConfigError, MachineError
 
 
@@ -60,10 +59,3 @@ def test_on_a_gpu_sums_of_products_are_not_rounded_to_half_precision():
 def test_a_gpu_that_cannot_compute_is_named_before_others_wait_for_it():
     with pytest.raises(MachineError, match=r"GPU 99: it reports an error before any work: \S"):
         use_gpu(99)
-
-
-def test_collections_are_rare_until_the_end_of_what_makes_many_records():
-    usual = gc.get_threshold()
-    with rare_collections():
-        assert gc.get_threshold()[0] > usual[0]
-    assert gc.get_threshold() == usual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from lockstep.cluster.sampler import Facts
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN
 from lockstep.config.schema import Colocated, Local, Recipe, Split
-from lockstep.device import GpuPeak, choose_device, rare_collections
+from lockstep.device import GpuPeak, choose_device
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.batch import placement_lines
@@ -34,6 +35,10 @@ from lockstep.tasks.base import BuiltTask
 
 FOLDER = "workers"
 """Folder of a run for its workers' logs and stacks."""
+OBJECTS = 50_000
+"""New objects after which the driver, which holds no GPU memory, looks for garbage; 512 replies make some ten thousand. With the
+usual number it would look at each token of each reply while all workers wait.
+"""
 
 
 def restarts(recipe: Recipe) -> int:
@@ -93,7 +98,8 @@ def start_workers(
     resolved = resolve(recipe.model)  # downloads are made once, before the workers look
     started = ProcessWorkers(placement, folder, gpu=choose_device(recipe.device).type == "cuda", trainer=trainer)
     stack.callback(started.close)
-    stack.enter_context(rare_collections())
+    stack.callback(gc.set_threshold, *gc.get_threshold())
+    gc.set_threshold(OBJECTS)
     return resolved, started
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -62,7 +63,9 @@ def _is_worker(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
+    collections = gc.get_threshold()
     yield
+    assert gc.get_threshold() == collections
     end = time.monotonic() + 15
     while processes() and time.monotonic() < end:
         time.sleep(0.2)
