@@ -265,14 +265,16 @@ class GroupSync:
         """Give the engines the learner's version and prove it. Raises SyncError naming tensors and ranks."""
         start = time.perf_counter()
         engine.load(iter(()), learner.version)
-        found = self._workers.call("push")
         if self._samplers is not None:
             self._samplers.feed(learner.version)
-        return replace(self._proof(found), seconds=time.perf_counter() - start)
+        found = self._workers.call("push")
+        proof = self._proof(found, [] if self._samplers is None else self._samplers.fed())
+        return replace(proof, seconds=time.perf_counter() - start)
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything. Raises SyncError."""
-        return self._proof(self._workers.call("verify"))
+        found = self._workers.call("verify")
+        return self._proof(found, [] if self._samplers is None else self._samplers.call("held"))
 
     def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
         """Flip one bit on one worker, each time another one: the comparison must name the tensor and the rank.
@@ -303,15 +305,13 @@ class GroupSync:
     def _parts(self) -> list[Workers]:
         return [self._workers, *([self._samplers] if self._samplers is not None else [])]
 
-    def _proof(self, found: Sequence[RankProof]) -> Proof:
-        proofs, held = [one.proof for one in found], [one.held for one in found]
+    def _proof(self, found: Sequence[RankProof], samplers: Sequence[Fingerprints]) -> Proof:
+        proofs, held = [one.proof for one in found], [*(one.held for one in found), *samplers]
         truth = dict(held[0].tensors)
         for one in found:
             truth |= one.truth
-        if self._samplers is not None:
-            held += self._samplers.call("held")
-            if proofs[0].probe is not None:
-                self._samplers.require_same_scores()
+        if self._samplers is not None and proofs[0].probe is not None:
+            self._samplers.require_same_scores()
         if faults := differing(combine(truth), held):
             raise SyncError(
                 f"{len(faults)} tensors differ from those of the workers that own them: {'; '.join(map(str, faults[:8]))}",

@@ -255,6 +255,10 @@ class Workers:
 
     def _called(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
         self.start(ranks, method, *arguments)
+        return self.collect(ranks, method, *arguments)
+
+    def collect(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+        """Return the results of a call that was started; a worker that replaces a lost one is called again."""
         found: dict[int, Any] = {}
         while len(found) < len(ranks):
             for rank, value in self.results(self.processes.timeout, ranks).items():

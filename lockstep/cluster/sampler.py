@@ -120,9 +120,10 @@ class Sampler:
         for rank, channel in self._channels.items():
             channel.send([p.detach() for name, p in self._trained.items() if owner[name] == rank])
 
-    def serve(self, version: int) -> None:
-        """Become a version of the weights, which are here."""
+    def take(self, version: int) -> Fingerprints:
+        """Become a version of the weights, which are here; returns fingerprints of what the engine samples with."""
         self.engine.load(iter(()), version)
+        return self.held()
 
     # --- engine ---------------------------------------------------------------------------------------------------
     def sample(self, requests: list[Request], seconds: float) -> Replies:

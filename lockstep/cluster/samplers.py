@@ -9,7 +9,8 @@ from typing import Any
 from lockstep.cluster.process_workers import CHANNEL, LOST, Failure, ProcessWorkers, Workers
 from lockstep.cluster.wire import GIVEN, WEIGHTS
 from lockstep.errors import DEFECT, SyncError
-from lockstep.types import Forward
+from lockstep.sync.fingerprint import Fingerprints
+from lockstep.types import Forward, TokenIds
 
 
 class Samplers(Workers):
@@ -21,6 +22,7 @@ class Samplers(Workers):
         self._forward: Forward | None = None
         self._version = -1
         self._joined = False
+        self._probe: tuple[list[TokenIds], float] | None = None
 
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
         """Begin a call, and remember how a worker that takes the place of one of these must compute."""
@@ -35,7 +37,7 @@ class Samplers(Workers):
         """
         self._joined, lost, held = False, True, None
         forward = [] if self._forward is None else [("engine.set_forward", self._forward)]
-        calls: list[tuple[Any, ...]] = [("build", self._recipe, True), ("serve", self._version), *forward, ("held",)]
+        calls: list[tuple[Any, ...]] = [("build", self._recipe, True), *forward, ("take", self._version)]
         while lost:
             super().revive(rank)
             self._trainers.call_one(0, "write_weights")
@@ -50,7 +52,7 @@ class Samplers(Workers):
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
 
     def feed(self, version: int) -> None:
-        """Send the trainers' weights to all, which become this version. Raises the first error."""
+        """Send the trainers' weights to all, which begin to become this version. Raises the first error."""
         fed = False
         while not fed:  # again if one was lost and replaced meanwhile
             if not self._joined:
@@ -62,7 +64,11 @@ class Samplers(Workers):
                 self._joined = bool(layouts)
             fed = self._joined and bool(self._together("exchange"))
         self._version = version
-        self.call("serve", version)
+        self.start(range(self.size), "take", version)
+
+    def fed(self) -> list[Fingerprints]:
+        """Return fingerprints of what each samples with, once it has become the version."""
+        return self.collect(range(self.size), "take", self._version)
 
     def _together(self, method: str, *arguments: Any) -> list[Any]:
         """Have trainers and samplers do what takes both; [] if a sampler was lost, which fails the others' part, too."""
@@ -82,9 +88,13 @@ class Samplers(Workers):
 
     def require_same_scores(self) -> None:
         """Compare each engine's log-probabilities of the probe with the learner's. Raises SyncError."""
-        sequences, values, tolerance = self._trainers.call_one(0, "probe")
-        ours = [value for row in values for value in row]
-        for rank, rows in enumerate(self.call("engine.score", sequences)):
+        if self._probe is None:
+            self._probe = self._trainers.call_one(0, "probe")
+        sequences, tolerance = self._probe
+        self._trainers.start([0], "learner.logprobs", sequences, "")
+        scores = self.call("engine.score", sequences)
+        ours = [value for row in self._trainers.collect([0], "learner.logprobs")[0] for value in row]
+        for rank, rows in enumerate(scores):
             theirs = [value for row in rows for value in row]
             gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
             if not gap <= tolerance:

@@ -82,10 +82,9 @@ class Worker(Sampler):
         return self._folder / PART.format(rank=self._place.rank)
 
     # --- sync -----------------------------------------------------------------------------------------------------
-    def probe(self) -> tuple[list[TokenIds], list[tuple[float, ...]], float]:
-        """Return the sequences of the probe, the learner's log-probabilities of them, and the tolerance."""
-        probe = self._sync.probe
-        return list(probe.sequences), self.learner.logprobs(probe.sequences), probe.tolerance
+    def probe(self) -> tuple[list[TokenIds], float]:
+        """Return the sequences of the probe, and the tolerance."""
+        return list(self._sync.probe.sequences), self._sync.probe.tolerance
 
     def push(self) -> RankProof:
         """Give the engine the learner's version and prove it."""

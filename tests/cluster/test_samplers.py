@@ -43,17 +43,17 @@ class Dying:
         if method == self.dies_in:
             self.dies_in = ""
             return LOST
-        return (self.folder / GIVEN).read_text() if method in ("build", "held") else None
+        return (self.folder / GIVEN).read_text() if method in ("build", "take") else None
 
 
-@pytest.mark.parametrize("dies_in", ["build", "serve", "engine.set_forward", "held"])
+@pytest.mark.parametrize("dies_in", ["build", "engine.set_forward", "take"])
 def test_a_worker_that_dies_while_it_replaces_another_is_replaced_too(tmp_path: Path, dies_in: str) -> None:
     processes: Any = Dying(tmp_path, "")
     samplers = Samplers(processes, range(1, 2), Workers(processes, range(1)), "{}")
     samplers.call("engine.set_forward", Forward())
     processes.dies_in, processes.calls = dies_in, []
     samplers.revive(0)
-    whole = ["build", "serve", "engine.set_forward", "held"]
+    whole = ["build", "engine.set_forward", "take"]
     assert processes.calls == [*whole[: whole.index(dies_in) + 1], *whole]
     assert processes.replaced == 2
     assert not (tmp_path / GIVEN).exists()
