@@ -154,21 +154,23 @@ class ChatFormat:
 
     def _texts(self, many: Sequence[Sequence[int]]) -> list[str]:
         """Return `_text` of each reply, special tokens shown if they mark thoughts."""
-        if self._spelling is not None:
-            return [self._spelling.decode(ids) for ids in many]
-        return [self._text(ids, special=self._marked) for ids in many]
-
-    @cached_property
-    def _spelling(self) -> Spelling | None:
-        """What decodes replies as the tokenizer does, if that is simple."""
-        from tokenizers.decoders import ByteLevel
         from transformers import PreTrainedTokenizerFast as Fast
 
         kind = type(self.tokenizer)
-        own = (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode)
-        if own or not isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
-            return None
-        return Spelling(self.tokenizer.backend_tokenizer, special=self._marked)
+        if (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode):
+            return [self._text(ids, special=self._marked) for ids in many]
+        if self._spelling is not None:
+            return [self._spelling.decode(ids) for ids in many]
+        # what its decode calls for each, while spaces are not cleaned up; all together on all cores
+        return list(self.tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=not self._marked))
+
+    @cached_property
+    def _spelling(self) -> Spelling | None:
+        """What decodes replies as a fast tokenizer does, if that is simple."""
+        from tokenizers.decoders import ByteLevel
+
+        fast = self.tokenizer.backend_tokenizer
+        return Spelling(fast, special=self._marked) if isinstance(fast.decoder, ByteLevel) else None
 
     def _text(self, ids: Sequence[int], *, special: bool) -> str:
         array = np.asarray(ids, np.int64)  # of a list transformers looks at the type of each id

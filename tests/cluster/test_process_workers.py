@@ -41,9 +41,9 @@ def test_a_sampler_that_was_given_up_may_answer_before_it_is_replaced(
     monkeypatch.setattr("lockstep.cluster.process_workers.take", take)
     workers = ProcessWorkers(Split(timeout_s=1), tmp_path, gpu=False)
     trainer, sampler = made
-    workers.start([1], "take", 3)
+    workers.start([1], "drop")
     time.sleep(0.5)
-    workers.start([0], "take", 3)
+    workers.start([0], "drop")
     assert workers.results(9, {0, 1}, raises=False) == {1: LOST}
     for one in (sampler, trainer):
         one.inbox.put((one, ["ok", to_plain(type(None), None)]))
