@@ -1,6 +1,6 @@
 """Kill a training run at random moments, resume it, and compare it with a run that nobody killed: bit for bit.
 
-    python benchmarks/resume_kill9.py [--kills 20] [--model tiny|smollm2-135m-instruct] [--steps 12] [--start fresh|warm]
+    python benchmarks/resume_kill9.py [--kills 20] [--model tiny|40m|smollm2-135m-instruct] [--steps 12] [--start fresh|warm]
 
 One run is left alone. Then, for each kill, the same recipe is started anew, gets SIGKILL once at a random moment of the time
 that the first run took (start-up included), and is resumed to the end. Compared are the files of the final weights and of
@@ -31,7 +31,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from random_model import SHAPES, write_model  # noqa: E402
 
 from lockstep.track.rollouts import RolloutRow, read_rollouts, rollout_steps  # noqa: E402
 from lockstep.track.rundir import RunDirectory  # noqa: E402
@@ -158,7 +160,9 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--model", default="tiny", help="tiny (random, two layers, made here), or as in a recipe")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny or a shape of random_model.py (made here), or as in a recipe"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     parser.add_argument("--start", choices=("fresh", "warm"), default="fresh")
@@ -181,27 +185,27 @@ def prepare(args: argparse.Namespace) -> Setup:
     setup = Setup(work, work / "recipe.yaml", tuple(args.set), args.start == "warm", args.begun)
     if setup.warm:
         multiprocessing.set_forkserver_preload(WARM)
-    model, dtype = args.model, "bf16"
-    if model == "tiny":
-        model, dtype = str(work / "tiny"), "fp32"
-    make = process_of(setup, make_tiny if args.model == "tiny" else nothing, work / "tiny")
+    model, dtype = args.model, "fp32" if args.model == "tiny" else "bf16"
+    if model in SHAPES:
+        model = str(work / model)
+    make = process_of(setup, make_model, work / args.model)
     make.join()  # in a process of its own, so that a warm server has its imports before any run is timed
     if make.exitcode:
-        sys.exit("the tiny model could not be made")
+        sys.exit("the model could not be made")
     (work / "grader.py").write_text(GRADER)
     setup.recipe.write_text(RECIPE.format(threads=args.threads, steps=args.steps, work=work, model=model, dtype=dtype))
     return setup
 
 
-def make_tiny(folder: Path) -> None:
-    from tests.tiny import write_tiny_model
+def make_model(folder: Path) -> None:
+    """Write a model of random weights, if the folder's name asks for one; warms the process that later ones are forked from."""
+    if folder.name == "tiny":
+        from tests.tiny import write_tiny_model
 
-    folder.mkdir()
-    write_tiny_model(folder)
-
-
-def nothing(folder: Path) -> None:
-    """Only warms the process that later ones are forked from."""
+        folder.mkdir()
+        write_tiny_model(folder)
+    elif folder.name in SHAPES:
+        write_model(folder, folder.name, "cpu")
 
 
 def process_of(setup: Setup, work: Callable[..., None], *args: object) -> BaseProcess:

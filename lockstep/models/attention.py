@@ -188,8 +188,7 @@ def _explicit_attention(
     kv_heads, keys = key_NKSD.shape[1:3]
     # The query heads of one key head are stacked as more rows of one product: keys and values are not repeated.
     stacked = query_NHQD.reshape(count, kv_heads, heads // kv_heads * queries, size)
-    scores = (stacked @ key_NKSD.transpose(-1, -2)).view(count, heads, queries, keys)
-    scores = (scores if scores.dtype == torch.float64 else scores.float()) * kind.scale
+    scores = _scores(stacked, key_NKSD).view(count, heads, queries, keys) * kind.scale
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
     scores = scores.masked_fill(~mask_NQS[:, None], -torch.inf)
@@ -200,3 +199,18 @@ def _explicit_attention(
         probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     output = probs.to(query_NHQD.dtype).reshape(count, kv_heads, heads // kv_heads * queries, keys) @ value_NKSD
     return output.view(count, heads, queries, value_NKSD.shape[-1])
+
+
+def _scores(query_NKRD: Tensor, key_NKSD: Tensor) -> Tensor:
+    """Multiply rows with keys, [N, K, R, S] in fp32, or fp64 if they are.
+
+    A GPU sums bf16 products in fp32 and keeps that without a gradient: scores rounded to bf16 made most of the difference between
+    sampling and training. torch has no backward pass of this product.
+    """
+    half = query_NKRD.is_cuda and query_NKRD.dtype in (torch.bfloat16, torch.float16)
+    if half and not (torch.is_grad_enabled() and (query_NKRD.requires_grad or key_NKSD.requires_grad)):
+        rows, keys = query_NKRD.flatten(0, 1), key_NKSD.flatten(0, 1).transpose(1, 2)
+        wide: Tensor = torch.bmm(rows, keys, out_dtype=torch.float32).unflatten(0, query_NKRD.shape[:2])
+        return wide
+    scores = query_NKRD @ key_NKSD.transpose(-1, -2)
+    return scores if scores.dtype == torch.float64 else scores.float()

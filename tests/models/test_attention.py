@@ -11,7 +11,14 @@ from torch import Tensor
 
 from lockstep.errors import EngineError, ModelError
 from lockstep.models import blockwise
-from lockstep.models.attention import AttentionKind, causal_attention, causal_mask, dense_attention, require_packable
+from lockstep.models.attention import (
+    AttentionKind,
+    _scores,
+    causal_attention,
+    causal_mask,
+    dense_attention,
+    require_packable,
+)
 from tests.learner.models import FAMILIES, plain, tokens, twin
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
@@ -90,6 +97,19 @@ def test_long_blocks_are_computed_alike(kind: AttentionKind, queries: int, keys:
         span = slice(start, start + 50)
         part = dense_attention(query[:, :, span], key, value, mask[:, span], kind)
         torch.testing.assert_close(ours[:, :, span], part, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpu_does_not_round_scores_to_bf16():
+    """Keys are a part of longer rows, as those of an engine are."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key = (torch.randn(3, 2, count, 64, generator=generator, device="cuda").bfloat16() for count in (5, 40))
+    found = _scores(query, key[:, :, :33])
+    exact = query.double() @ key[:, :, :33].double().transpose(-1, -2)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    with_gradient = _scores(query.requires_grad_(), key[:, :, :33])
+    with_gradient.sum().backward()
+    torch.testing.assert_close(with_gradient.double(), exact, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
