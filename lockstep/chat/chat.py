@@ -166,7 +166,7 @@ class ChatFormat:
 
     @cached_property
     def _spelling(self) -> Spelling | None:
-        """What decodes replies as a fast tokenizer does, if that is simple."""
+        """Decoder of replies that does as the fast tokenizer, if that is simple."""
         from tokenizers.decoders import ByteLevel
 
         fast = self.tokenizer.backend_tokenizer
