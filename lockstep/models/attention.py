@@ -188,7 +188,7 @@ def _explicit_attention(
     kv_heads, keys = key_NKSD.shape[1:3]
     # The query heads of one key head are stacked as more rows of one product: keys and values are not repeated.
     stacked = query_NHQD.reshape(count, kv_heads, heads // kv_heads * queries, size)
-    scores = _scores(stacked, key_NKSD).view(count, heads, queries, keys) * kind.scale
+    scores = _product(stacked, key_NKSD.transpose(-1, -2)).view(count, heads, queries, keys) * kind.scale
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
     scores = scores.masked_fill(~mask_NQS[:, None], -torch.inf)
@@ -197,20 +197,24 @@ def _explicit_attention(
     else:
         sinks = kind.sinks_H.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    output = probs.to(query_NHQD.dtype).reshape(count, kv_heads, heads // kv_heads * queries, keys) @ value_NKSD
-    return output.view(count, heads, queries, value_NKSD.shape[-1])
+    output = _product(probs.reshape(count, kv_heads, heads // kv_heads * queries, keys), value_NKSD)
+    return output.to(query_NHQD.dtype).view(count, heads, queries, value_NKSD.shape[-1])
 
 
-def _scores(query_NKRD: Tensor, key_NKSD: Tensor) -> Tensor:
-    """Multiply rows with keys, [N, K, R, S] in fp32, or fp64 if they are.
+def _product(left_NKRX: Tensor, right_NKXC: Tensor) -> Tensor:
+    """Multiply in the precision of the right side; returns fp32, or fp64 if that is.
 
-    A GPU sums bf16 products in fp32 and keeps that without a gradient: scores rounded to bf16 made most of the difference between
-    sampling and training. torch has no backward pass of this product.
+    Without a gradient a GPU keeps what it sums in fp32, and a left side in fp32 counts as two numbers of half precision each:
+    scores and probabilities rounded to bf16 made most of the difference between sampling and training. torch has no backward pass
+    of this product.
     """
-    half = query_NKRD.is_cuda and query_NKRD.dtype in (torch.bfloat16, torch.float16)
-    if half and not (torch.is_grad_enabled() and (query_NKRD.requires_grad or key_NKSD.requires_grad)):
-        rows, keys = query_NKRD.flatten(0, 1), key_NKSD.flatten(0, 1).transpose(1, 2)
-        wide: Tensor = torch.bmm(rows, keys, out_dtype=torch.float32).unflatten(0, query_NKRD.shape[:2])
-        return wide
-    scores = query_NKRD @ key_NKSD.transpose(-1, -2)
-    return scores if scores.dtype == torch.float64 else scores.float()
+    dtype = right_NKXC.dtype
+    graph = torch.is_grad_enabled() and (left_NKRX.requires_grad or right_NKXC.requires_grad)
+    if not right_NKXC.is_cuda or dtype not in (torch.bfloat16, torch.float16) or graph:
+        product = left_NKRX.to(dtype) @ right_NKXC
+        return product if dtype == torch.float64 else product.float()
+    high = left_NKRX.to(dtype)
+    if left_NKRX.dtype != dtype:
+        return _product(high, right_NKXC) + _product((left_NKRX - high).to(dtype), right_NKXC)
+    wide: Tensor = torch.bmm(high.flatten(0, 1), right_NKXC.flatten(0, 1), out_dtype=torch.float32)
+    return wide.view(*left_NKRX.shape[:3], -1)

@@ -13,7 +13,7 @@ from lockstep.errors import EngineError, ModelError
 from lockstep.models import blockwise
 from lockstep.models.attention import (
     AttentionKind,
-    _scores,
+    _product,
     causal_attention,
     causal_mask,
     dense_attention,
@@ -100,16 +100,16 @@ def test_long_blocks_are_computed_alike(kind: AttentionKind, queries: int, keys:
 
 
 @pytest.mark.gpu
-def test_a_gpu_does_not_round_scores_to_bf16():
+def test_a_gpu_does_not_round_scores_and_probabilities_to_bf16():
     """Keys are a part of longer rows, as those of an engine are."""
     generator = torch.Generator("cuda").manual_seed(0)
     query, key = (torch.randn(3, 2, count, 64, generator=generator, device="cuda").bfloat16() for count in (5, 40))
-    found = _scores(query, key[:, :, :33])
-    exact = query.double() @ key[:, :, :33].double().transpose(-1, -2)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
-    with_gradient = _scores(query.requires_grad_(), key[:, :, :33])
-    with_gradient.sum().backward()
-    torch.testing.assert_close(with_gradient.double(), exact, rtol=1e-2, atol=1e-2)
+    for left, right in ((query, key[:, :, :33].transpose(-1, -2)), (query.float().softmax(-1), key.transpose(-1, -2))):
+        exact = left.double() @ right.double()
+        torch.testing.assert_close(_product(left, right).double(), exact, rtol=1e-4, atol=1e-4)
+        with_gradient = _product(left.clone().requires_grad_(), right)
+        with_gradient.sum().backward()
+        torch.testing.assert_close(with_gradient.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
