@@ -91,10 +91,10 @@ class Samplers(Workers):
         if self._probe is None:
             self._probe = self._trainers.call_one(0, "probe")
         sequences, tolerance = self._probe
-        self._trainers.start([0], "learner.logprobs", sequences, "")
-        scores = self.call("engine.score", sequences)
-        ours = [value for row in self._trainers.collect([0], "learner.logprobs")[0] for value in row]
-        for rank, rows in enumerate(scores):
+        self.start(range(self.size), "engine.score", sequences)
+        ours = [value for row in self._trainers.call_one(0, "learner.logprobs", sequences, "") for value in row]
+        # collected when no trainer has a call: one is asked for its weights if a sampler is lost
+        for rank, rows in enumerate(self.collect(range(self.size), "engine.score", sequences)):
             theirs = [value for row in rows for value in row]
             gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
             if not gap <= tolerance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,26 +24,29 @@ class Dying:
         self.folder, self.dies_in = folder, dies_in
         self.calls: list[str] = []
         self.replaced = 0
-        self._asked: dict[int, str] = {}
+        self._asked: dict[int, deque[str]] = defaultdict(deque)
 
     def replace(self, rank: int) -> None:
         self.replaced += 1
 
     def start(self, ranks: Sequence[int], method: str, *arguments: object) -> None:
-        self._asked |= dict.fromkeys(ranks, method)
+        for rank in ranks:
+            self._asked[rank].append(method)
 
     def results(self, seconds: float, ranks: Collection[int]) -> dict[int, Any]:
-        return {rank: self._result(rank, self._asked.pop(rank)) for rank in ranks}
+        return {rank: self._result(rank, self._asked[rank].popleft()) for rank in ranks}
 
     def _result(self, rank: int, method: str) -> object:
         if rank == 0:
             if method == "write_weights":
                 (self.folder / WEIGHTS).write_text("weights")
-            return "weights"
+            return {"probe": ([(3, 4)], 0.0), "learner.logprobs": [(-0.5,)]}.get(method, "weights")
         self.calls.append(method)
         if method == self.dies_in:
             self.dies_in = ""
             return LOST
+        if method == "engine.score":
+            return [(-0.5,)]
         return (self.folder / GIVEN).read_text() if method in ("build", "take") else None
 
 
@@ -57,3 +61,11 @@ def test_a_worker_that_dies_while_it_replaces_another_is_replaced_too(tmp_path: 
     assert processes.calls == [*whole[: whole.index(dies_in) + 1], *whole]
     assert processes.replaced == 2
     assert not (tmp_path / GIVEN).exists()
+
+
+def test_a_worker_that_dies_in_the_probe_is_replaced_and_scores_again(tmp_path: Path) -> None:
+    processes: Any = Dying(tmp_path, "engine.score")
+    samplers = Samplers(processes, range(1, 2), Workers(processes, range(1)), "{}")
+    samplers.require_same_scores()
+    assert processes.calls == ["engine.score", "build", "take", "engine.score"]
+    assert processes.replaced == 1
