@@ -13,7 +13,6 @@ import numpy as np
 from lockstep.chat.continuation import Continuation, alike
 from lockstep.chat.mask import spans_by_prefix, spans_by_template
 from lockstep.chat.parser import CHANNEL, CLOSE, OPEN, Parser, answer_of, opens_thought, parser_of
-from lockstep.chat.spelling import Spelling
 from lockstep.chat.template import (
     FIXED_DATE,
     Template,
@@ -28,6 +27,7 @@ from lockstep.chat.template import (
     where,
     with_tools,
 )
+from lockstep.chat.token_bytes import TokenBytes
 from lockstep.config.schema import Chat
 from lockstep.errors import ChatError
 from lockstep.types import Message, Prompt, TokenIds
@@ -159,18 +159,18 @@ class ChatFormat:
         kind = type(self.tokenizer)
         if (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode):
             return [self._text(ids, special=self._marked) for ids in many]
-        if self._spelling is not None:
-            return [self._spelling.decode(ids) for ids in many]
+        if self._token_bytes is not None:
+            return [self._token_bytes.decode(ids) for ids in many]
         # what its decode calls for each, while spaces are not cleaned up; all together on all cores
         return list(self.tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=not self._marked))
 
     @cached_property
-    def _spelling(self) -> Spelling | None:
+    def _token_bytes(self) -> TokenBytes | None:
         """Decoder of replies that does as the fast tokenizer, if that is simple."""
         from tokenizers.decoders import ByteLevel
 
         fast = self.tokenizer.backend_tokenizer
-        return Spelling(fast, special=self._marked) if isinstance(fast.decoder, ByteLevel) else None
+        return TokenBytes(fast, special=self._marked) if isinstance(fast.decoder, ByteLevel) else None
 
     def _text(self, ids: Sequence[int], *, special: bool) -> str:
         array = np.asarray(ids, np.int64)  # of a list transformers looks at the type of each id

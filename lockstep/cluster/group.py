@@ -216,7 +216,11 @@ class GroupEngine:
                 self._asked[rank] = 0
                 continue
             self._asked[rank] -= 1
-            completions += [Completion(self._open[rank].pop(id), *reply) for id, *reply in found]
+            for one in found:
+                request = self._open[rank].pop(one.request_id)
+                completions.append(
+                    Completion(request, one.ids, one.logprobs, one.finish, one.version, one.read, one.routes)
+                )
         return completions
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:

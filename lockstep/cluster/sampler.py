@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from torch import Tensor
 
@@ -31,8 +31,19 @@ from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
 from lockstep.types import Completion, FinishReason, LearnerFacts, Proof, Request, RolloutEngine, TokenIds
 
-Replies: TypeAlias = list[tuple[str, TokenIds, tuple[float, ...], FinishReason, int, tuple[str, str] | None, bytes]]
-"""Completions with the id of their request, which the driver has."""
+
+@dataclass(frozen=True, slots=True)
+class SampledReply:
+    """A completion without its request, which the driver has."""
+
+    request_id: str
+    ids: TokenIds
+    logprobs: tuple[float, ...]
+    finish: FinishReason
+    version: int
+    read: tuple[str, str]
+    """Its text and its answer."""
+    routes: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,7 @@ class Sampler:
         return self.held()
 
     # --- engine ---------------------------------------------------------------------------------------------------
-    def sample(self, requests: list[Request], seconds: float) -> Replies:
+    def sample(self, requests: list[Request], seconds: float) -> list[SampledReply]:
         """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
         self.engine.submit(requests)
         end, found = time.monotonic() + seconds, list[Completion]()
@@ -139,7 +150,7 @@ class Sampler:
             self._running = None
         read = self._chat.read_many([one.ids for one in found])
         return [
-            (one.request.id, one.ids, one.logprobs, one.finish, one.version, texts, one.routes)
+            SampledReply(one.request.id, one.ids, one.logprobs, one.finish, one.version, texts, one.routes)
             for one, texts in zip(found, read, strict=True)
         ]
 

@@ -205,8 +205,8 @@ def _product(left_NKRX: Tensor, right_NKXC: Tensor) -> Tensor:
     """Multiply in the precision of the right side; returns fp32, or fp64 if that is.
 
     Without a gradient a GPU keeps what it sums in fp32, and a left side in fp32 counts as two numbers of half precision each:
-    scores and probabilities rounded to bf16 made most of the difference between sampling and training. torch has no backward pass
-    of this product.
+    scores and probabilities that are rounded to bf16 add to the difference between sampling and training. torch has no backward
+    pass of this product.
     """
     dtype = right_NKXC.dtype
     graph = torch.is_grad_enabled() and (left_NKRX.requires_grad or right_NKXC.requires_grad)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.cluster.group import GroupEngine
+from lockstep.cluster.sampler import SampledReply
 from lockstep.types import FinishReason, Request, Sampling
 from tests.loops.runs import recipe
 
@@ -35,8 +36,8 @@ class Stub:
         return [None, None]
 
 
-def _reply(request: Request) -> tuple[Any, ...]:
-    return request.id, (1,), (-0.5,), FinishReason.STOP, 0, ("a", "a"), b"route"
+def _reply(request: Request) -> SampledReply:
+    return SampledReply(request.id, (1,), (-0.5,), FinishReason.STOP, 0, ("a", "a"), b"route")
 
 
 def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_model_dir: Path) -> None:

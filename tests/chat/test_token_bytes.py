@@ -8,7 +8,7 @@ import pytest
 from tokenizers import decoders
 
 from lockstep.chat.chat import ChatFormat
-from lockstep.chat.spelling import Spelling
+from lockstep.chat.token_bytes import TokenBytes
 from lockstep.config.schema import Chat
 from tests.chat.toy_tokenizers import chatml
 
@@ -18,7 +18,7 @@ def test_any_ids_have_the_text_that_the_tokenizer_gives_them(special: bool) -> N
     tokenizer = chatml()
     tokenizer.add_tokens(["two words", "é", "Ġ", "Ġ Ġ", "日本"])
     backend = tokenizer.backend_tokenizer
-    spelling, rng = Spelling(backend, special=special), random.Random(0)
+    spelling, rng = TokenBytes(backend, special=special), random.Random(0)
     single = [id for token, id in backend.get_vocab().items() if len(token) == 1]
     assert len(single) > 200  # nearly all bytes: their texts are mostly no valid UTF-8
     for pool in (range(len(tokenizer) + 9), single):
