@@ -145,8 +145,11 @@ def floors(shape: str, arm: str) -> tuple[float, float]:
 
 # --- arms -----------------------------------------------------------------------------------------------------------
 def ours(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
     from lockstep.build.exactness import settle_exactness
     from lockstep.config.schema import Recipe
+    from lockstep.device import prepare_process
     from lockstep.learner.adapters import attach
     from lockstep.learner.learner import TorchLearner
     from lockstep.models import exact
@@ -154,12 +157,20 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.models.fused_layers import fuse_layers
     from lockstep.rollout.paged.engine import PagedEngine
 
+    prepare_process(torch.device("cpu" if args.cpu else "cuda"), None)
     model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu, packed=args.packed)
     if not args.cpu:
         fuse_layers(model)
     adapter = {"kind": "none"} if args.plain else {"kind": "lora", "rank": RANK, "targets": "attention"}
     optimizer = {"kind": "adamw", "lr": 1e-6}
-    recipe = Recipe.model_validate({"adapter": adapter, "optimizer": optimizer, "numerics": {"exact": args.exact}})
+    recipe = Recipe.model_validate(
+        {
+            "adapter": adapter,
+            "optimizer": optimizer,
+            "numerics": {"exact": args.exact or ("auto" if args.replay else False)},
+            "update": {"replay_routing": args.replay},
+        }
+    )
     model = attach(model, recipe.adapter, 0)
     settle_exactness(model, recipe)
     if args.replay:
@@ -209,6 +220,7 @@ def replayed(model: Any, recipe: Any, *, cpu: bool) -> dict[str, Any]:
     """Compare sampling with training on the same replies: once with the routes that sampling took, once without."""
     from lockstep.algorithms.build import build_objective
     from lockstep.learner.learner import TorchLearner, plain_logprobs
+    from lockstep.models import exact
     from lockstep.rollout.build import native_engine
     from lockstep.types import Batch, TrainSequence
 
@@ -227,14 +239,18 @@ def replayed(model: Any, recipe: Any, *, cpu: bool) -> dict[str, Any]:
     ]  # fmt: skip
     whole = plain_logprobs(model, [(*one.request.prompt_ids, *one.ids) for one in done], 8192)
     own = [row[-len(one.ids) :] for one, row in zip(done, whole, strict=True)]
-    replaying = recipe.model_copy(update={"update": recipe.update.model_copy(update={"replay_routing": True})})
-    learner = TorchLearner(model, replaying)
+    learner = TorchLearner(model, recipe)
     found = {
         "mismatch": gaps_of(done, learner.response_logprobs(sequences, 1.0)),
         "mismatch without": gaps_of(done, own),
     }
-    metrics = learner.update(Batch(tuple(sequences)), build_objective(replaying).loss)
-    return found | {"differ": metrics["routes/differ"], "device": device_name(), "peak_gib": peak()}
+    metrics = learner.update(Batch(tuple(sequences)), build_objective(recipe).loss)
+    return found | {
+        "differ": metrics["routes/differ"],
+        "exact": exact.line(),
+        "device": device_name(),
+        "peak_gib": peak(),
+    }
 
 
 def update(learner: Any, number: int, *, cpu: bool) -> int:

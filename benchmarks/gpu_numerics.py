@@ -89,6 +89,7 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     from random_model import SHAPES, random_model
 
     from lockstep.config.schema import Recipe
+    from lockstep.device import prepare_process
     from lockstep.learner.learner import TorchLearner
     from lockstep.learner.rounding import shaken
     from lockstep.models.attention import NAME
@@ -96,6 +97,7 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.types import Forward
 
     device, dtype = ("cpu", "float32") if args.cpu else ("cuda", "bfloat16")
+    prepare_process(torch.device(device), None)
     model = random_model(args.shape, dtype, device, NAME)
     spread(model)
     learner = TorchLearner(model, Recipe())

@@ -78,10 +78,12 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from random_model import random_model
 
+    from lockstep.device import prepare_process
     from lockstep.models.attention import NAME
     from lockstep.rollout.paged.engine import PagedEngine
 
     device = "cpu" if args.cpu else "cuda"
+    prepare_process(torch.device(device), None)
     torch.zeros(1, device=device)
     imported = time.perf_counter()
     model = random_model("tiny" if args.cpu else "1.5b", args.dtype, device, NAME)

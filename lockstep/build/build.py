@@ -155,7 +155,7 @@ def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
     return build_sync(
         recipe.sync,
         vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
-        numerics="exact" if exact.enabled() else policy.numerics,
+        numerics="exact" if exact.complete() else policy.numerics,
         special=policy.tokenizer.all_special_ids,
         frozen=frozen_names(policy.model),
         transport="copy" if recipe.weight_transport in ("copy", "ipc") else "shared",

@@ -47,6 +47,7 @@ class _State:
     on: bool = False
     line: str = ""
     repeatable: bool = False
+    complete: bool = True
     ways: dict[tuple[Any, ...], Way] = field(default_factory=dict)
     """By shape: the first one that keeps the order."""
     room: int = 0
@@ -56,8 +57,13 @@ _state = _State()
 
 
 def enabled() -> bool:
-    """Return whether exactness is on in this process."""
+    """Return whether sums have one fixed order in this process."""
     return _state.on
+
+
+def complete() -> bool:
+    """Return whether all of them have, so that sampling and training must agree to the last bit."""
+    return _state.on and _state.complete
 
 
 def line() -> str:
@@ -65,23 +71,24 @@ def line() -> str:
     return _state.line
 
 
-def enable(line: str, *, on: bool = True, repeatable: bool = False) -> None:
+def enable(line: str, *, on: bool = True, repeatable: bool = False, complete: bool = True) -> None:
     """Turn exactness on, or off. Captured steps of an engine keep what they were captured with.
 
-    `repeatable`: updates, too, shall give the same bits each time.
+    `repeatable`: updates, too, shall give the same bits each time. Not `complete`: the engine's attention has another order.
     """
-    _state.on, _state.line, _state.repeatable = on, line, repeatable
+    _state.on, _state.line, _state.repeatable, _state.complete = on, line, repeatable, complete
 
 
 @contextmanager
 def on_trial(*, repeatable: bool = False) -> Iterator[None]:
     """Turn exactness on for a test of the device; afterwards it is as it was."""
-    before = _state.on, _state.line, _state.repeatable
+    before = _state.line, _state.on, _state.repeatable, _state.complete
     enable("", repeatable=repeatable)
     try:
         yield
     finally:
-        _state.on, _state.line, _state.repeatable = before
+        line, on, again, whole = before
+        enable(line, on=on, repeatable=again, complete=whole)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
         ("gpt-oss", {}, ""),
         ("gpt-oss", {"adapter": {"kind": "lora", "base": "mxfp4"}}, ""),
         ("qwen3-moe", {}, ""),
-        ("qwen3-moe", {"update": {"replay_routing": True}}, "without it"),
+        ("qwen3-moe", {"update": {"replay_routing": True}}, ""),
         ("qwen3-moe", {"numerics": {"rollout": "mxfp4-w4a16"}}, "mxfp4-w4a16"),
         ("gemma3", {}, "not for gemma3"),
     ],
@@ -56,6 +56,25 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
 def test_what_cannot_be_exact_has_a_reason(family: str, sections: dict[str, Any], reason: str):
     found = unserved(twin(plain(family, dtype=torch.bfloat16)), recipe(**sections))
     assert reason in found if reason else found == ""
+
+
+@pytest.mark.gpu
+def test_a_run_that_replays_routes_keeps_the_order_of_its_sums_but_promises_no_bits():
+    model = plain("gpt-oss", dtype=torch.bfloat16).cuda()
+    settle_exactness(model, Recipe.model_validate({"update": {"replay_routing": True}}))
+    assert exact.enabled()
+    assert not exact.complete()
+    assert "records routes" in exact.line()
+
+
+def test_a_trial_leaves_the_state_as_it_was():
+    exact.enable("not complete", complete=False)
+    with exact.on_trial():
+        assert exact.complete()
+    assert exact.enabled()
+    assert not exact.complete()
+    exact.enable("off", on=False)
+    assert not exact.complete()
 
 
 def test_auto_is_for_mixtures_of_experts_alone():
