@@ -47,7 +47,7 @@ class Host:
     def call(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         """Call a method of the worker, which is made at the first call, or of a part of it."""
         try:
-            from lockstep.cluster.plain import from_plain, kinds_of, to_plain
+            from lockstep.plain_values import from_plain, kinds_of, to_plain
 
             if self._worker is None:
                 self._worker = resolve_name(self._class)(self._place)

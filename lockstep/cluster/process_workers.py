@@ -17,9 +17,9 @@ from lockstep import errors
 from lockstep.cluster import wire
 from lockstep.cluster.child import ENDED, Child, Inbox, take
 from lockstep.cluster.host import FAILED, OK, SAMPLER, TRAINER
-from lockstep.cluster.plain import from_plain, kinds_of, to_plain
 from lockstep.config.schema import Colocated, Split
 from lockstep.errors import ConfigError, EngineError, LockstepError, WorkerError, WorkerLost
+from lockstep.plain_values import from_plain, kinds_of, to_plain
 from lockstep.types import Metrics
 
 LEAST_SECONDS = 120.0

@@ -188,7 +188,7 @@ def _explicit_attention(
     kv_heads, keys = key_NKSD.shape[1:3]
     # The query heads of one key head are stacked as more rows of one product: keys and values are not repeated.
     stacked = query_NHQD.reshape(count, kv_heads, heads // kv_heads * queries, size)
-    scores = _product(stacked, key_NKSD.transpose(-1, -2)).view(count, heads, queries, keys) * kind.scale
+    scores = wide_product(stacked, key_NKSD.transpose(-1, -2)).view(count, heads, queries, keys) * kind.scale
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
     scores = scores.masked_fill(~mask_NQS[:, None], -torch.inf)
@@ -197,11 +197,11 @@ def _explicit_attention(
     else:
         sinks = kind.sinks_H.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    output = _product(probs.reshape(count, kv_heads, heads // kv_heads * queries, keys), value_NKSD)
+    output = wide_product(probs.reshape(count, kv_heads, heads // kv_heads * queries, keys), value_NKSD)
     return output.to(query_NHQD.dtype).view(count, heads, queries, value_NKSD.shape[-1])
 
 
-def _product(left_NKRX: Tensor, right_NKXC: Tensor) -> Tensor:
+def wide_product(left_NKRX: Tensor, right_NKXC: Tensor) -> Tensor:
     """Multiply in the precision of the right side; returns fp32, or fp64 if that is.
 
     Without a gradient a GPU keeps what it sums in fp32, and a left side in fp32 counts as two numbers of half precision each:
@@ -215,6 +215,6 @@ def _product(left_NKRX: Tensor, right_NKXC: Tensor) -> Tensor:
         return product if dtype == torch.float64 else product.float()
     high = left_NKRX.to(dtype)
     if left_NKRX.dtype != dtype:
-        return _product(high, right_NKXC) + _product((left_NKRX - high).to(dtype), right_NKXC)
+        return wide_product(high, right_NKXC) + wide_product((left_NKRX - high).to(dtype), right_NKXC)
     wide: Tensor = torch.bmm(high.flatten(0, 1), right_NKXC.flatten(0, 1), out_dtype=torch.float32)
     return wide.view(*left_NKRX.shape[:3], -1)

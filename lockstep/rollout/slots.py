@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
+from lockstep.models.attention import AttentionKind, causal_mask, dense_attention, wide_product
 from lockstep.models.states import Run, State
 
 STREAM_MULTIPLE = 16
@@ -204,7 +204,7 @@ class DecodeLayout:
         keys_BKSD, values_BKSD = keys_BKSD[:rows, :, : self._keys], values_BKSD[:rows, :, : self._keys]
         kv_heads = keys_BKSD.shape[1]
         query_BKGD = query_HTD[:, :rows].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, size)
-        scores_BKGS = torch.matmul(query_BKGD, keys_BKSD.transpose(-1, -2)).float() * kind.scale
+        scores_BKGS = wide_product(query_BKGD, keys_BKSD.transpose(-1, -2)) * kind.scale
         if kind.softcap is not None:
             scores_BKGS = kind.softcap * torch.tanh(scores_BKGS / kind.softcap)
         scores_BKGS.masked_fill_(~self._mask(kind.window), -torch.inf)
@@ -215,7 +215,7 @@ class DecodeLayout:
             probs_BKGS = torch.cat([scores_BKGS, sinks], -1).softmax(-1)[..., :-1]
         size = values_BKSD.shape[-1]
         output_THD = query_HTD.new_zeros(tokens, heads, size)
-        output_THD[:rows] = _blocked_sum(probs_BKGS.to(query_HTD.dtype), values_BKSD).reshape(rows, heads, size)
+        output_THD[:rows] = _blocked_sum(probs_BKGS, values_BKSD).reshape(rows, heads, size)
         return output_THD
 
     def mix(self, layer: int, hidden_TH: Tensor, run: Run) -> Tensor:
@@ -240,9 +240,9 @@ class DecodeLayout:
 
 
 def _blocked_sum(probs_BKGS: Tensor, values_BKSD: Tensor) -> Tensor:
-    keys, block = probs_BKGS.shape[-1], KEY_BLOCKS.get(probs_BKGS.dtype, KEY_BLOCK)
-    total = torch.matmul(probs_BKGS[..., :block], values_BKSD[..., :block, :])
+    keys, block = probs_BKGS.shape[-1], KEY_BLOCKS.get(values_BKSD.dtype, KEY_BLOCK)
+    total = wide_product(probs_BKGS[..., :block], values_BKSD[..., :block, :])
     for start in range(block, keys, block):
         span = slice(start, start + block)
-        total = total + torch.matmul(probs_BKGS[..., span], values_BKSD[..., span, :])
+        total = total + wide_product(probs_BKGS[..., span], values_BKSD[..., span, :])
     return total

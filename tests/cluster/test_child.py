@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.cluster import child, wire
 from lockstep.cluster.child import ENDED, Child, started_ahead, take
-from lockstep.cluster.plain import from_plain, to_plain
+from lockstep.plain_values import from_plain, to_plain
 
 DRIVER = """
 import sys, time

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.child import Inbox
-from lockstep.cluster.plain import to_plain
 from lockstep.cluster.process_workers import LOST, ProcessWorkers
 from lockstep.config.schema import Split
+from lockstep.plain_values import to_plain
 
 
 class Silent:

@@ -13,11 +13,11 @@ from lockstep.errors import EngineError, ModelError
 from lockstep.models import blockwise
 from lockstep.models.attention import (
     AttentionKind,
-    _product,
     causal_attention,
     causal_mask,
     dense_attention,
     require_packable,
+    wide_product,
 )
 from tests.learner.models import FAMILIES, plain, tokens, twin
 
@@ -106,8 +106,8 @@ def test_a_gpu_does_not_round_scores_and_probabilities_to_bf16():
     query, key = (torch.randn(3, 2, count, 64, generator=generator, device="cuda").bfloat16() for count in (5, 40))
     for left, right in ((query, key[:, :, :33].transpose(-1, -2)), (query.float().softmax(-1), key.transpose(-1, -2))):
         exact = left.double() @ right.double()
-        torch.testing.assert_close(_product(left, right).double(), exact, rtol=1e-4, atol=1e-4)
-        with_gradient = _product(left.clone().requires_grad_(), right)
+        torch.testing.assert_close(wide_product(left, right).double(), exact, rtol=1e-4, atol=1e-4)
+        with_gradient = wide_product(left.clone().requires_grad_(), right)
         with_gradient.sum().backward()
         torch.testing.assert_close(with_gradient.double(), exact, rtol=2e-2, atol=2e-2)
 

@@ -18,9 +18,9 @@ import pytest
 from lockstep.algorithms.correction import Mismatch
 from lockstep.cluster import process_workers, wire
 from lockstep.cluster.host import SAMPLER, TRAINER
-from lockstep.cluster.plain import _codec, from_plain, kinds_of, to_plain
 from lockstep.learner.protocol import Share
 from lockstep.learner.statistics import Piece
+from lockstep.plain_values import _codec, from_plain, kinds_of, to_plain
 from lockstep.scoring.workers import Evaluator
 from lockstep.types import (
     Batch,
