@@ -31,6 +31,9 @@ from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
 from lockstep.types import Completion, FinishReason, LearnerFacts, Proof, Request, RolloutEngine, TokenIds
 
+TOGETHER = 32
+"""Most replies in a message: when many finish at once, the driver grades the first while a worker prepares the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledReply:
@@ -138,13 +141,13 @@ class Sampler:
 
     # --- engine ---------------------------------------------------------------------------------------------------
     def sample(self, requests: list[Request], seconds: float) -> list[SampledReply]:
-        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
+        """Take requests and decode; returns completions after about this time, or when there are TOGETHER or nothing is left."""
         self.engine.submit(requests)
         end, found = time.monotonic() + seconds, list[Completion]()
         self._running = self._running or self.engine.completed()
         for one in self._running:
             found.append(one)
-            if time.monotonic() > end:
+            if time.monotonic() > end or len(found) == TOGETHER:
                 break
         else:
             self._running = None

@@ -189,14 +189,15 @@ def _decode_steps(shape: ModelShape, samples: Sequence[tuple[int, int]]) -> list
     """Return for every decode step the samples still running, and the keys that they read, summed over samples and layers."""
     full, windowed = shape.layers - shape.windowed, shape.windowed
     prompt_B, response_B = np.array(samples, np.int64).reshape(-1, 2).T
-    steps = []
-    for t in range(response_B.max(initial=0)):
-        lengths = prompt_B[response_B > t] + t
-        keys = full * int(lengths.sum())
-        if windowed and shape.window is not None:
-            keys += windowed * int(np.minimum(lengths, shape.window).sum())
-        steps.append((lengths.size, float(keys)))
-    return steps
+    order = np.argsort(-response_B, kind="stable")
+    prompt_B, response_B = prompt_B[order], response_B[order]
+    times = np.arange(response_B.max(initial=0))
+    running = np.searchsorted(-response_B, -times, side="left")  # those with more tokens than t are the first ones
+    keys = full * (np.concatenate([[0], np.cumsum(prompt_B)])[running] + times * running)
+    if windowed and shape.window is not None:
+        seen = [np.minimum(prompt_B[:count] + t, shape.window).sum() for t, count in enumerate(running)]
+        keys += windowed * np.array(seen, np.int64)
+    return [(int(count), float(read)) for count, read in zip(running, keys, strict=True)]
 
 
 def table(floor: Floor, measured: dict[str, float] | None = None) -> list[str]:

@@ -328,7 +328,8 @@ class PagedEngine:
         """Yield rows with their tokens and log-probabilities, of which the first `drawn` are valid."""
         if places:
             place_B = torch.tensor(places, device=self._device)
-            both = (tensor[place_B].tolist() for tensor in (self._live.ids_BN, self._live.logprobs_BN))
+            longest = max(self._active[place].drawn for place in places)
+            both = (tensor[place_B, :longest].tolist() for tensor in (self._live.ids_BN, self._live.logprobs_BN))
             for row, ids, logprobs in zip(places, *both, strict=True):
                 yield row, tuple(ids), tuple(logprobs)
 
