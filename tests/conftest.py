@@ -26,7 +26,7 @@ from tests.tiny import write_tiny_model
 
 gc.disable()  # until all tests are collected: what is imported stays
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
-hypothesis.settings.register_profile("full", max_examples=100, deadline=None)  # make test-all
+hypothesis.settings.register_profile("full", max_examples=60, deadline=None)  # make test-all
 hypothesis.settings.load_profile("fast")
 
 
