@@ -163,14 +163,10 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         fuse_layers(model)
     adapter = {"kind": "none"} if args.plain else {"kind": "lora", "rank": RANK, "targets": "attention"}
     optimizer = {"kind": "adamw", "lr": 1e-6}
-    recipe = Recipe.model_validate(
-        {
-            "adapter": adapter,
-            "optimizer": optimizer,
-            "numerics": {"exact": args.exact or ("auto" if args.replay else False)},
-            "update": {"replay_routing": args.replay},
-        }
-    )
+    numerics = {"exact": args.exact or ("auto" if args.replay else False)}
+    replay = {"replay_routing": args.replay}
+    given = {"adapter": adapter, "optimizer": optimizer, "numerics": numerics, "update": replay}
+    recipe = Recipe.model_validate(given)
     model = attach(model, recipe.adapter, 0)
     settle_exactness(model, recipe)
     if args.replay:
@@ -245,12 +241,8 @@ def replayed(model: Any, recipe: Any, *, cpu: bool) -> dict[str, Any]:
         "mismatch without": gaps_of(done, own),
     }
     metrics = learner.update(Batch(tuple(sequences)), build_objective(recipe).loss)
-    return found | {
-        "differ": metrics["routes/differ"],
-        "exact": exact.line(),
-        "device": device_name(),
-        "peak_gib": peak(),
-    }
+    found |= {"differ": metrics["routes/differ"], "exact": exact.line()}
+    return found | {"device": device_name(), "peak_gib": peak()}
 
 
 def update(learner: Any, number: int, *, cpu: bool) -> int:

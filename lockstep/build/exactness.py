@@ -50,7 +50,7 @@ def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
     if recipe.update.replay_routing:
         exact.enable(f"exact: off, {REPLAYED}; {again}", repeatable=not changes, complete=False)
         if asked is True:
-            log.warning("numerics.exact has not its full effect: %s", REPLAYED)
+            log.warning("numerics.exact has only part of its effect: %s", REPLAYED)
         return
     exact.enable(f"exact: on, its kernels agree bit by bit on this device; {again}", repeatable=not changes)
 

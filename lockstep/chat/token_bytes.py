@@ -17,9 +17,8 @@ class TokenBytes:
         from tokenizers.pre_tokenizers import ByteLevel
 
         characters = sorted(ByteLevel.alphabet())
-        own = [
-            ord(one) for one in characters if ord(one) < 256
-        ]  # the other bytes have characters after these, in their order
+        # the other bytes have characters after these, in their order
+        own = [ord(one) for one in characters if ord(one) < 256]
         byte_of = dict(zip(map(ord, characters), [*own, *sorted({*range(256)} - {*own})], strict=True))
         tokens: dict[int, str] = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=False).items()}
         for id, added in tokenizer.get_added_tokens_decoder().items():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
-from math import fsum
 from statistics import fmean, median, pstdev
 
 import numpy as np
 
 from lockstep.config.schema import Recipe
-from lockstep.loops.advantages import kl_estimates, shaped_reward, truncated, with_advantage
+from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated, with_advantage
 from lockstep.track.writer import StepRecord
 from lockstep.types import Batch, Group, Metrics, Rollout
 
@@ -70,10 +68,8 @@ def _all_equal(group: Group, recipe: Recipe) -> bool:
 
 
 def _surprise(rollouts: Sequence[Rollout]) -> Metrics:
-    rows = [row for rollout in rollouts for row in rollout.rows]
-    sums = [sum(row.logprobs if all(row.trained) else compress(row.logprobs, row.trained)) for row in rows]
-    count = sum(row.trained.count(True) for row in rows)
-    return {"entropy/sampled": -fsum(sums) / count} if count else {}
+    sampled = trained_only((row.logprobs, row.trained) for rollout in rollouts for row in rollout.rows)
+    return {"entropy/sampled": -fmean(sampled)} if sampled else {}
 
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:

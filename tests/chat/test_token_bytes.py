@@ -18,12 +18,12 @@ def test_any_ids_have_the_text_that_the_tokenizer_gives_them(special: bool) -> N
     tokenizer = chatml()
     tokenizer.add_tokens(["two words", "é", "Ġ", "Ġ Ġ", "日本"])
     backend = tokenizer.backend_tokenizer
-    spelling, rng = TokenBytes(backend, special=special), random.Random(0)
+    decoder, rng = TokenBytes(backend, special=special), random.Random(0)
     single = [id for token, id in backend.get_vocab().items() if len(token) == 1]
     assert len(single) > 200  # nearly all bytes: their texts are mostly no valid UTF-8
     for pool in (range(len(tokenizer) + 9), single):
         replies = [[rng.choice(pool) for _ in range(rng.randrange(40))] for _ in range(300)]
-        found = [spelling.decode(ids) for ids in replies]
+        found = [decoder.decode(ids) for ids in replies]
         assert found == backend.decode_batch(replies, skip_special_tokens=not special)
         assert any("\ufffd" in text for text in found)
 

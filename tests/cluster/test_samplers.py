@@ -1,18 +1,19 @@
-"""A worker that takes the place of a lost one, and is lost itself."""
+"""Workers that sample: one that takes the place of a lost one, and is lost itself; how many replies a message has."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.cluster.process_workers import LOST, Workers
+from lockstep.cluster.sampler import TOGETHER, Sampler
 from lockstep.cluster.samplers import Samplers
-from lockstep.cluster.wire import GIVEN, WEIGHTS
-from lockstep.types import Forward
+from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
+from lockstep.types import Completion, FinishReason, Forward, Request, Sampling
 
 
 class Dying:
@@ -69,3 +70,29 @@ def test_a_worker_that_dies_in_the_probe_is_replaced_and_scores_again(tmp_path: 
     samplers.require_same_scores()
     assert processes.calls == ["engine.score", "build", "take", "engine.score"]
     assert processes.replaced == 1
+
+
+class Finished:
+    """An engine whose requests end at once, and the chat that reads them."""
+
+    def __init__(self) -> None:
+        self._done: list[Completion] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._done += [Completion(one, (1,), (-0.5,), FinishReason.LENGTH, 0) for one in requests]
+
+    def completed(self) -> Iterator[Completion]:
+        while self._done:
+            yield self._done.pop(0)
+
+    def read_many(self, replies: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
+        return [("a", "a")] * len(replies)
+
+
+def test_replies_that_finish_together_come_in_several_messages(tmp_path: Path) -> None:
+    sampler: Any = Sampler(Place(0, 1, str(tmp_path), "", 1))
+    sampler.engine = sampler._chat = Finished()
+    requests = [Request(f"p#{n}", (1,), "p", n, Sampling(1), 0) for n in range(TOGETHER + 3)]
+    messages = [sampler.sample(asked, 60.0) for asked in (requests, [], [])]
+    assert [len(replies) for replies in messages] == [TOGETHER, 3, 0]
+    assert [one.request_id for replies in messages for one in replies] == [one.id for one in requests]
