@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,13 +32,28 @@ class Channel:
 
     @torch.no_grad()
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the first process's tensors into those of the others; all give tensors of the same shapes."""
+        """Copy the first process's tensors into those of the others; all give tensors of the same shapes.
+
+        While a bucket travels, the next is put together, and the one before it is copied to its place.
+        """
+        under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
         for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            self._group.broadcast(flat, 0).wait()
             if self._rank:
-                pieces = flat.split([tensor.numel() for tensor in bucket])
-                torch._foreach_copy_(bucket, [p.view(t.shape) for p, t in zip(pieces, bucket, strict=True)])
+                flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
+            else:
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            under_way.append((self._group.broadcast(flat, 0), flat, bucket))
+            if len(under_way) > 1:
+                self._take(*under_way.popleft())
+        for sent in under_way:
+            self._take(*sent)
+
+    def _take(self, broadcast: Any, flat: Tensor, bucket: list[Tensor]) -> None:
+        """Wait for a bucket, and copy it to its place if this process receives."""
+        broadcast.wait()
+        if self._rank:
+            pieces = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [p.view(t.shape) for p, t in zip(pieces, bucket, strict=True)])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -28,7 +28,7 @@ def unbounded(text: str) -> list[int]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         waits = node.func.attr in ("get", "wait", "join", "communicate", "recv_bytes") and not node.args
-        if "broadcast(" in ast.unparse(node.func.value):  # its group has a limit
+        if "broadcast" in ast.unparse(node.func.value):  # its group has a limit
             continue
         if waits and "timeout" not in [word.arg for word in node.keywords]:
             found.append(node.lineno)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -91,13 +92,13 @@ def free_bytes(device: torch.device) -> int:
 def begin_rows(rows: Rows, started: Sequence[Running]) -> None:
     """Write the pages, seeds and settings of new sequences to their rows."""
     device = rows.table_BS.device
-    table = torch.zeros(len(started), rows.table_BS.shape[1], dtype=torch.int32)
-    for row, sequence in enumerate(started):
+    table_BS = np.zeros((len(started), rows.table_BS.shape[1]), np.int32)
+    for own_S, sequence in zip(table_BS, started, strict=True):
         pages = sequence.pages
-        table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        own_S[: len(pages)] = pages
     seeds = torch.tensor([s.request.seed for s in started], dtype=torch.uint64).view(torch.int64)
     sampling = [s.request.sampling for s in started]
-    rows.table_BS[:] = table.to(device)
+    rows.table_BS[:] = torch.from_numpy(table_BS).to(device)
     rows.seed_B[:] = seeds.to(device)
     # The first token is drawn without a decode step, so the position is that of the last prompt token.
     for tensor, values in (
