@@ -258,7 +258,7 @@ def _bits(tensor: Tensor) -> Tensor:
             fix="send dense tensors of real numbers",
         )
     bits = tensor.detach().view(INTEGERS[tensor.element_size()])
-    if tensor.element_size() == 8 and tensor.numel():
+    if tensor.element_size() == 8 and tensor.numel() > 1:
         first, start = (0,) * bits.dim(), bits
         bits = bits ^ _shift(bits, 32)
         bits[first] = start[first]  # a single number, as an adapter's scaling, has the fingerprint that it always had
