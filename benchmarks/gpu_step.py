@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -317,6 +318,7 @@ def main() -> None:
             return
         Path(args.arm_out).write_text(json.dumps(result | {"peak": peak(), "device": device_name()}))
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # arms end with the program, whatever ends it
     results: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:

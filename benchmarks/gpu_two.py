@@ -108,6 +108,9 @@ def arm(
         except subprocess.TimeoutExpired:
             os.killpg(done.pid, signal.SIGKILL)  # its workers, too
             said = ("", f"no end after {args.limit:.0f} s")
+        except BaseException:
+            os.killpg(done.pid, signal.SIGKILL)
+            raise
     if done.returncode or not out.is_file():
         print(f"failed: {' '.join(command)}", said[0][-1500:], said[1][-3000:], sep="\n", flush=True)
         return {}
@@ -358,6 +361,7 @@ def main() -> None:
     made.add_argument("--limit", type=float, default=150, help="seconds that an arm may take")
     made.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the tables to a file, {RESULT.name}")
     args = made.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # arms end with the program, whatever ends it
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             args.model = f"{folder}/model"
