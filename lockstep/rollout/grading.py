@@ -67,7 +67,7 @@ class AsyncGrader:
         self.open = 0
         """Number of replies that `done` has not returned yet."""
         self.held = 0.0
-        """Seconds in which callers had to wait and nothing was sampled: immediate grading, and waiting for the rest."""
+        """Seconds in which callers had to wait: immediate grading, and waiting for the rest. A GPU may decode meanwhile."""
 
     def __enter__(self) -> AsyncGrader:
         return self

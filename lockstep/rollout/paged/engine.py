@@ -27,15 +27,7 @@ from lockstep.rollout.paged.fused import fuse_or_log
 from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.pool import Pool
 from lockstep.rollout.paged.prefill import Prefill, Span
-from lockstep.rollout.paged.scheduler import (
-    Running,
-    begin_rows,
-    check_room,
-    ended_at,
-    pages_for,
-    pages_of,
-    room_of,
-)
+from lockstep.rollout.paged.scheduler import Running, begin_rows, check_room, ended_at, pages_for, pages_of, room_of
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
@@ -132,13 +124,17 @@ class PagedEngine:
         """Yield completions as they finish, until nothing is queued or running. Reading may be interrupted and resumed."""
         with closing_on_error(self):
             while self._queue or self._active or self._done:
+                while any(one.request.keep for one in self._done):  # the next turn need not wait for another chunk
+                    yield self._done.popleft()
                 self._admit()
-                if self._active:
-                    self._decode_chunk()
+                if decodes := bool(self._active):
+                    self._start_chunk()
+                while self._done:  # whoever reads these works while the device decodes
+                    yield self._done.popleft()
+                if decodes:
+                    self._collect()
                 if between is not None:
                     between()
-                while self._done:
-                    yield self._done.popleft()
         self._pool.rest()
 
     @torch.no_grad()
@@ -289,8 +285,8 @@ class PagedEngine:
         self._ops.advance(view, len(started), self._stops_X)
 
     # --- decoding -------------------------------------------------------------------------------------------------
-    def _decode_chunk(self) -> None:
-        """Run some steps for every active sequence, then remove the finished ones."""
+    def _start_chunk(self) -> None:
+        """Start some steps for every active sequence; a GPU makes them later."""
         rows, count = self._live, captured_rows(len(self._active), self._slots)
         cut = any(cuts(s.request.sampling) for s in self._active)
         steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
@@ -303,7 +299,6 @@ class PagedEngine:
                 logits_BV = self._step.forward(count)
             draw_cut(self._active, logits_BV, rows)
             self._ops.advance(rows, count, self._stops_X)
-        self._collect()
 
     def _collect(self) -> None:
         """Poll the active sequences, emit completions of finished ones, and compact the batch."""

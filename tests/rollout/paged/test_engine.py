@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -270,6 +271,21 @@ def test_half_read_completions_can_be_taken_up_again(kind: type):
     first = [done.request.id for done in islice(engine.completed(), 4)]
     rest = [done.request.id for done in engine.completed()]
     assert len({*first, *rest}) == 15
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_next_steps_are_started_before_what_ended_is_read(monkeypatch: pytest.MonkeyPatch, keep: bool):
+    """A GPU decodes while replies are graded; only one that may have a next turn, which could begin at once, comes first."""
+    engine, started = paged_over(plain("llama")), []
+    start = engine._start_chunk
+    monkeypatch.setattr(engine, "_start_chunk", lambda: (started.append(len(engine._active)), start()))
+    short, long = (
+        request(name, tokens(5, 1), Sampling(n, ignore_eos=True)) for name, n in (("short", 3), ("long", 40))
+    )
+    engine.submit([replace(short, keep=keep), long])
+    seen = {one.request.id: len(started) for one in engine.completed()}
+    assert started == [2, 1, 1]
+    assert seen == {"short": 1 if keep else 2, "long": 3}
 
 
 def test_all_rows_are_filled_at_once_and_no_step_is_wasted(monkeypatch: pytest.MonkeyPatch):

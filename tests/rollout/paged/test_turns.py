@@ -81,7 +81,7 @@ def test_replies_are_reused_to_the_token_and_pages_are_shared_not_moved():
 def test_prompts_of_one_group_and_forks_from_the_middle_share_pages_of_running_rows():
     engine, model = paged_over(twin(plain("llama"))), plain("llama")
     ids = tokens(3 * PAGE, 1)
-    engine.submit([replace(request("a", ids, Sampling(30, ignore_eos=True)), keep=True)])
+    engine.submit([replace(request("a", ids, Sampling(30, ignore_eos=True)), keep=True, room=9 * PAGE)])
     forks = [replace(request(f"{n}", ids[:n] + tokens(20, n), Sampling(9), seed=n), keep=True) for n in (70, 150)]
     asked = iter([forks])
     done = list(engine.completed(lambda: engine.submit(next(asked, []))))
