@@ -129,7 +129,7 @@ class PagedEngine:
                 self._admit()
                 if decodes := bool(self._active):
                     self._start_chunk()
-                while self._done:  # whoever reads these works while the device decodes
+                while self._done:  # the device decodes while the caller works on these
                     yield self._done.popleft()
                 if decodes:
                     self._collect()
