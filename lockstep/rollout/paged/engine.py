@@ -127,11 +127,11 @@ class PagedEngine:
                 while any(one.request.keep for one in self._done):  # the next turn need not wait for another chunk
                     yield self._done.popleft()
                 self._admit()
-                if decodes := bool(self._active):
+                if self._active:
                     self._start_chunk()
                 while self._done:  # the device decodes while the caller works on these
                     yield self._done.popleft()
-                if decodes:
+                if self._active:
                     self._collect()
                 if between is not None:
                     between()

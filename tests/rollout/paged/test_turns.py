@@ -190,8 +190,13 @@ class Clients:
                 raise InterruptedError
 
         engine.submit(asked)
+        done = []
         try:
-            done = list(engine.completed(between))
+            for one in engine.completed(between):
+                done.append(one)
+                if chance.random() < 0.1:  # while the next steps are under way
+                    engine.cancel(chance.choice(asked).id)
+                    check_pages(engine)
         except InterruptedError:
             assert engine._cache.pages == 0
             done = []
