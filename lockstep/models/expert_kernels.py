@@ -11,15 +11,16 @@ Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inn
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lockstep.device import shared_memory
+from lockstep.device import shared_memory, since_hopper
 from lockstep.models.activation_kernels import Activation, activated
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
@@ -28,87 +29,113 @@ from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, block_of, blocks
 
 
-def gate_up_tile(each: float) -> Tile:
+@dataclass(frozen=True, slots=True)
+class ExpertTile(Tile):
+    """Tile of a block of an expert's rows."""
+
+    side: bool = False
+    """Whether weights are the left operand, of which Hopper's tensor cores take 64 rows at a time, filled or not; of the right
+    one they take 8. Fewer products with nothing take less power, which limits how fast an H200 decodes.
+    """
+
+    @property
+    def half(self) -> int:
+        """Rows that a block computes if it has no more."""
+        return self.rows // 2 if self.side or self.rows == 128 else self.rows
+
+
+def gate_up_tile(each: float) -> ExpertTile:
     """Return a fast tile of `gate_up` for this many rows of an expert, on average. It does not change a bit."""
     if each <= 8:
-        return Tile(16, 64, 128, 4, 4)
+        return ExpertTile(16, 64, 128, 4, 4)
     if each <= 24:
-        return Tile(32, 64, 128, 4, 3)
+        return ExpertTile(32, 64, 128, 4, 3)
     if each <= 40:
-        return Tile(64, 64, 64, 4, 3)
-    return Tile(128, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
+        return ExpertTile(64, 64, 64, 4, 3, side=True)
+    return ExpertTile(128, 128, 64, 8, 4) if each <= 128 else ExpertTile(128, 64, 64, 8, 3)
 
 
-def product_tile(each: float) -> Tile:
+def product_tile(each: float) -> ExpertTile:
     """Return a fast tile of `product`."""
     if each <= 8:
-        return Tile(16, 128, 128, 4, 4)
+        return ExpertTile(16, 128, 128, 4, 4)
     if each <= 24:
-        return Tile(32, 128, 128, 4, 3)
+        return ExpertTile(32, 128, 128, 4, 3)
     if each <= 40:
-        return Tile(64, 128, 64, 8, 4)
-    return Tile(128, 256, 64, 8, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
-
-
-def _half(rows: int) -> int:
-    """Return the rows of a block that has few; tensor cores take 64 at a time."""
-    return 64 if rows == 128 else rows
+        return ExpertTile(64, 128, 64, 4, 4, side=True)
+    return ExpertTile(128, 256, 64, 8, 4) if each <= 128 else ExpertTile(128, 128, 64, 8, 3)
 
 
 @cache
-def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile:
+def _fitted(tile: ExpertTile, columns: int, number: int, device: torch.device) -> ExpertTile:
     """Return the tile with as many stages as fit into shared memory, for `columns` of weights and numbers of this many bytes."""
     stage = (tile.rows + columns) * tile.depth * number
     return replace(tile, stages=max(1, min(tile.stages, 1 + shared_memory(device) // stage)))
 
 
 @triton.jit
-def _gate_up_rows(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_output, by_input, limit,
-    alpha, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+def _weights(
+    source, at, expert, first, start, inside, BOXED: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    kind = out_ptr.dtype.element_ty
-    paired = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
-    both = paired % (2 * inner) if PAIRED else column % inner
+    """Load a tile of weights: some inputs `start` of the outputs `first`, [DEPTH, COLUMNS]."""
+    if BOXED:
+        return source.load([expert, first, start]).reshape(COLUMNS, DEPTH).T
+    elif EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _add_product(total, x, weights, SIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the product of rows [ROWS, DEPTH] and weights [DEPTH, COLUMNS]; with the weights as the left operand if SIDE."""
+    if SIDE:
+        return tl.dot(weights.T, x.T, total, input_precision=PRECISION)
+    else:
+        return tl.dot(x, weights, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _gate_up_rows(
+    x_ptr, weight, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_expert, by_output, by_input,
+    limit, alpha, ROWS: tl.constexpr, SIDE: tl.constexpr, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = 2 * COLUMNS if PAIRED else COLUMNS
+    start = tl.program_id(0) * COLUMNS
+    column, depth = start + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    both = (tl.program_id(0) * WIDE + tl.arange(0, WIDE)) % (2 * inner if PAIRED else inner)
     row = first + tl.arange(0, ROWS)
     there = (row < end)[:, None]
     token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
     x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
-    weight_at = weight_ptr + depth[:, None] * by_input + both[None, :] * by_output
-    if PAIRED:
-        total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
-    else:
-        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weight_at = weight
+    if not BOXED:
+        weight_at = weight + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + both[None, :] * by_output
+    gate = tl.zeros([WIDE, ROWS] if SIDE else [ROWS, WIDE], tl.float32)
+    up = tl.zeros([WIDE, ROWS] if SIDE else [ROWS, WIDE], tl.float32)
     for step in range(0, tl.cdiv(hidden, DEPTH)):
-        if EVEN:
-            x, weight = tl.load(x_at, mask=there, other=0.0), tl.load(weight_at)
-        else:
-            left = depth < hidden - step * DEPTH
-            x = tl.load(x_at, mask=there & left[None, :], other=0.0)
-            weight = tl.load(weight_at, mask=left[:, None], other=0.0)
-        if PAIRED:
-            total = tl.dot(x, weight, total, input_precision=PRECISION)
-        else:
-            gate = tl.dot(x, weight, gate, input_precision=PRECISION)
-            if EVEN:
-                weight = tl.load(weight_at + inner * by_output)
-            else:
-                weight = tl.load(weight_at + inner * by_output, mask=left[:, None], other=0.0)
-            up = tl.dot(x, weight, up, input_precision=PRECISION)
+        left = depth < hidden - step * DEPTH
+        x = tl.load(x_at, mask=there if EVEN else there & left[None, :], other=0.0)
+        weights = _weights(weight, weight_at, expert, start, step * DEPTH, left, BOXED, EVEN, WIDE, DEPTH)
+        gate = _add_product(gate, x, weights, SIDE, PRECISION)
+        if not PAIRED:
+            up_at = weight if BOXED else weight_at + inner * by_output
+            weights = _weights(weight, up_at, expert, inner + start, step * DEPTH, left, BOXED, EVEN, WIDE, DEPTH)
+            up = _add_product(up, x, weights, SIDE, PRECISION)
         x_at += DEPTH
-        weight_at += DEPTH * by_input
+        if not BOXED:
+            weight_at += DEPTH * by_input
+    kind = out_ptr.dtype.element_ty
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    if SIDE:
+        gate, up = gate.T, up.T
     if PAIRED:
-        total = total.to(kind).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
-            total = (total + bias[None, :]).to(kind).to(tl.float32)
-        gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
-    else:
-        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+            gate = (gate + bias[None, :]).to(kind).to(tl.float32)
+        gate, up = tl.split(tl.reshape(gate, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, PAIRED, limit, alpha)
     mask = there & (column < inner)[None, :]
     tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
@@ -116,82 +143,88 @@ def _gate_up_rows(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input,
-    limit, alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, weight, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input, limit,
+    alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
+    BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of the inner states of one block of an expert's rows; of HALF a block if it has no more."""
+    """Compute some columns of the inner states of one block of an expert's rows."""
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
-    weight_ptr += expert.to(tl.int64) * by_expert
+    given = (
+        x_ptr, weight, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_expert, by_output,
+        by_input, limit, alpha,
+    )  # fmt: skip
     if HALF < ROWS and end - first <= HALF:
-        _gate_up_rows(
-            x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_output, by_input,
-            limit, alpha, TOP, PAIRED, BIAS, EVEN, HALF, COLUMNS, DEPTH, PRECISION,
-        )  # fmt: skip
+        _gate_up_rows(*given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
     else:
-        _gate_up_rows(
-            x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_output, by_input,
-            limit, alpha, TOP, PAIRED, BIAS, EVEN, ROWS, COLUMNS, DEPTH, PRECISION,
-        )  # fmt: skip
+        _gate_up_rows(*given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
 
 
 @triton.jit
 def _product_rows(
-    x_ptr, weight_ptr, out_ptr, first, end, inputs, outputs, by_output, by_input,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, weight, out_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input, ROWS: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
+    start = tl.program_id(0) * COLUMNS
+    column, depth = start + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     row = first + tl.arange(0, ROWS)
     there = (row < end)[:, None]
     x_at = x_ptr + row.to(tl.int64)[:, None] * inputs + depth[None, :]
-    weight_at = weight_ptr + depth[:, None] * by_input + (column % outputs)[None, :] * by_output
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weight_at = weight
+    if not BOXED:
+        output = (column % outputs)[None, :]
+        weight_at = weight + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + output * by_output
+    total = tl.zeros([COLUMNS, ROWS] if SIDE else [ROWS, COLUMNS], tl.float32)
     for step in range(0, tl.cdiv(inputs, DEPTH)):
-        if EVEN:
-            x, weight = tl.load(x_at, mask=there, other=0.0), tl.load(weight_at)
-        else:
-            left = depth < inputs - step * DEPTH
-            x = tl.load(x_at, mask=there & left[None, :], other=0.0)
-            weight = tl.load(weight_at, mask=left[:, None], other=0.0)
-        total = tl.dot(x, weight, total, input_precision=PRECISION)
+        left = depth < inputs - step * DEPTH
+        x = tl.load(x_at, mask=there if EVEN else there & left[None, :], other=0.0)
+        weights = _weights(weight, weight_at, expert, start, step * DEPTH, left, BOXED, EVEN, COLUMNS, DEPTH)
+        total = _add_product(total, x, weights, SIDE, PRECISION)
         x_at += DEPTH
-        weight_at += DEPTH * by_input
+        if not BOXED:
+            weight_at += DEPTH * by_input
     mask = there & (column < outputs)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(place, out.T if SIDE else out, mask=mask)
 
 
 @triton.jit
 def _product_kernel(
-    x_ptr, weight_ptr, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, EXPERTS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, weight, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, EXPERTS: tl.constexpr,
+    EVEN: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of one block of an expert's rows times its matrix; of HALF a block if it has no more."""
+    """Compute some columns of one block of an expert's rows times its matrix."""
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
-    weight_ptr += expert.to(tl.int64) * by_expert
+    given = (x_ptr, weight, out_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input)
     if HALF < ROWS and end - first <= HALF:
-        _product_rows(
-            x_ptr, weight_ptr, out_ptr, first, end, inputs, outputs, by_output, by_input, EVEN, HALF, COLUMNS, DEPTH,
-            PRECISION,
-        )  # fmt: skip
+        _product_rows(*given, HALF, SIDE, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
     else:
-        _product_rows(
-            x_ptr, weight_ptr, out_ptr, first, end, inputs, outputs, by_output, by_input, EVEN, ROWS, COLUMNS, DEPTH,
-            PRECISION,
-        )  # fmt: skip
+        _product_rows(*given, ROWS, SIDE, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
 
 
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _boxes(weight_EOX: Tensor, tile: ExpertTile) -> TensorDescriptor | None:
+    """Return how the GPU's copy engine reads tiles of weights; None where it cannot (before Hopper, or outputs before inputs).
+
+    It takes less power than copies by threads. Tiles whose rows are the left operand were no faster with it.
+    """
+    size, number = weight_EOX.shape[2], weight_EOX.element_size()
+    aligned = weight_EOX.is_contiguous() and weight_EOX.data_ptr() % 16 == size * number % 16 == 0
+    if not (tile.side and number == 2 and aligned and since_hopper()):
+        return None
+    return TensorDescriptor.from_tensor(weight_EOX, [1, tile.columns, tile.depth])
 
 
 def gate_up(
@@ -203,12 +236,13 @@ def gate_up(
         return packed_gate_up(x_TH, weight_EOX, bias_EO, rows, activation.limit, activation.alpha, _precision(x_TH))
     x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
     tile = _fitted(tile, 2 * tile.columns, x_TH.element_size(), x_TH.device)
+    boxes = None if activation.paired else _boxes(weight_EOX, tile)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
-        x_TH, weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
-        x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top, activation.paired,
-        bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0, tile.rows,
-        _half(tile.rows), tile.columns, tile.depth, _precision(x_TH),
+        x_TH, boxes or weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1],
+        inner, x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top,
+        activation.paired, bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0,
+        boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth, _precision(x_TH),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
@@ -220,11 +254,12 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
         return packed_product(x_RX, weight_EOX, rows, _precision(x_RX))
     x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
     tile = _fitted(tile, tile.columns, x_RX.element_size(), x_RX.device)
+    boxes = _boxes(weight_EOX, tile)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
-        x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
-        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, tile.rows,
-        _half(tile.rows), tile.columns, tile.depth, _precision(x_RX),
+        x_RX, boxes or weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
+        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, boxes is not None, tile.rows, tile.half, tile.side,
+        tile.columns, tile.depth, _precision(x_RX),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

@@ -94,8 +94,11 @@ def only_what_is_reached() -> None:
     assert rows.bounds_E.tolist() == [0, *flat.bincount(minlength=4).cumsum(0).tolist()]
 
 
-def uneven(each: str) -> None:
-    """Experts with no rows, one, and as many as several blocks, for the tile of this many rows on average."""
+def uneven(each: str, boxed: str = "") -> None:
+    """Experts with no rows, one, and as many as several blocks, for the tile of this many rows on average.
+
+    `boxed`: the weights come by the copy engine.
+    """
     from lockstep.models import expert_kernels
     from lockstep.models.activation_kernels import Activation
     from lockstep.models.route_kernels import sort_rows
@@ -106,18 +109,23 @@ def uneven(each: str) -> None:
     }
     for name, tile in fixed.items():
         setattr(expert_kernels, name, lambda _, tile=tile: tile)
+        assert not boxed or tile.side
+    dtype = torch.float16 if boxed else torch.float32
+    expert_kernels.since_hopper = lambda: bool(boxed)
     generator = torch.Generator().manual_seed(1)
-    counts = [0, 1, 3 * fixed["gate_up_tile"].rows + 5, 0, 0, fixed["gate_up_tile"].rows, 2, 0]
+    size = fixed["gate_up_tile"].rows
+    counts = [0, 1, 3 * size + 5, 0, size // 2 + 6, size, 2, size // 2]
     experts = torch.arange(8).repeat_interleave(torch.tensor(counts))
     index = experts[torch.randperm(len(experts), generator=generator)][:, None]
-    x = torch.randn(len(index), 24, generator=generator)
-    both, down = torch.randn(8, 40, 24, generator=generator), torch.randn(8, 24, 20, generator=generator)
+    x = torch.randn(len(index), 24, generator=generator).to(dtype)
+    both, down = (torch.randn(8, *size, generator=generator).to(dtype) / 4 for size in ((48, 24), (24, 24)))
+    assert all((expert_kernels._boxes(one, fixed["product_tile"]) is not None) == bool(boxed) for one in (both, down))
     rows = sort_rows(index, 8)
     inner = expert_kernels.gate_up(x, both, None, rows, Activation())
     found = expert_kernels.product(inner, down, rows)
     gates, ups = torch.einsum("tx,tox->to", x.double(), both.double()[index[:, 0]]).chunk(2, 1)
     wanted = torch.einsum("ti,toi->to", nn.functional.silu(gates) * ups, down.double()[index[:, 0]])
-    close(found[rows.place_R.long()].double(), wanted, f"tile for {each} rows")
+    close(found[rows.place_R.long()].double(), wanted, f"tile for {each} rows", 2e-3 if boxed else 2e-6)
 
 
 def routers(family: str) -> None:
@@ -284,6 +292,10 @@ def test_experts_that_nothing_reaches_are_not_read() -> None:
 @pytest.mark.parametrize("each", ["4", "20", "30", "100", pytest.param("400", marks=pytest.mark.slow)])
 def test_experts_may_have_any_number_of_rows(each: str) -> None:
     interpreted(uneven, each)
+
+
+def test_the_copy_engine_may_read_weights() -> None:
+    interpreted(uneven, "30", "boxed")
 
 
 def test_the_first_of_equal_experts_is_chosen() -> None:

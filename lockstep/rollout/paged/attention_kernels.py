@@ -67,32 +67,35 @@ def _add_block(
     query, peak, mass, total, keys_at, values_at, index, first, keys, scale, softcap, in_head, MASKED: tl.constexpr,
     CAPPED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys to a running softmax, whose exponents are to the base 2."""
+    """Add one block of keys to a running softmax, whose exponents are to the base 2.
+
+    Queries are the right operand, of which tensor cores take 8 at a time; of the left one they take 16, which few models have.
+    """
     seen = (index < keys) & (index >= first)
     if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
-        key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)
+        key = tl.load(keys_at, mask=seen[:, None] & in_head[None, :], other=0.0)
     else:
         key = tl.load(keys_at)
-    score = tl.dot(query, key, input_precision=PRECISION)
+    score = tl.dot(key, query, input_precision=PRECISION)
     if CAPPED:
         score = softcap * (2 / (1 + tl.exp(-2 * score * scale / softcap)) - 1) * 1.4426950408889634
     else:
         score = score * (scale * 1.4426950408889634)
     if MASKED:
-        score = tl.where(seen[None, :], score, -float("inf"))
-    top = tl.maximum(peak, tl.max(score, 1))
-    prob = tl.exp2(score - top[:, None])
+        score = tl.where(seen[:, None], score, -float("inf"))
+    top = tl.maximum(peak, tl.max(score, 0))
+    prob = tl.exp2(score - top[None, :])
     shrink = tl.exp2(peak - top)
-    mass = mass * shrink + tl.sum(prob, 1)
+    mass = mass * shrink + tl.sum(prob, 0)
     if MASKED or not WHOLE:  # noqa: SIM108
-        value = tl.load(values_at, mask=seen[:, None] & in_head[None, :], other=0.0)
+        value = tl.load(values_at, mask=seen[None, :] & in_head[:, None], other=0.0)
     else:
         value = tl.load(values_at)
-    total = total * shrink[:, None] + tl.dot(prob.to(value.dtype), value, input_precision=PRECISION)
+    total = total * shrink[None, :] + tl.dot(value, prob.to(value.dtype), input_precision=PRECISION)
     return top, mass, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def attend_kernel(
     query_ptr, key_ptr, value_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, table_ptr, position_ptr, anchor_ptr,
     offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, layer, table_stride, query_head_stride, query_row_stride,
@@ -118,17 +121,17 @@ def attend_kernel(
     end = tl.minimum(start + share, pages)
     g, d, j = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     in_group, in_head = g < G, d < D
-    query_at = (head * G + g[:, None]) * query_head_stride + row * query_row_stride
+    query_at = (head * G + g[None, :]) * query_head_stride + row * query_row_stride
     query = _head_of(
-        query_ptr, query_at, d[None, :], in_group[:, None] & in_head[None, :], query_norm_ptr, cos_ptr, sin_ptr, position, eps,
-        offset, 1, D, NORM, LATE, HALF, INTERLEAVED,
+        query_ptr, query_at, d[:, None], in_group[None, :] & in_head[:, None], query_norm_ptr, cos_ptr, sin_ptr, position, eps,
+        offset, 0, D, NORM, LATE, HALF, INTERLEAVED,
     )  # fmt: skip
     key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
     value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
-    key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
+    key_at, value_at = j[:, None] * D + d[None, :], j[None, :] * D + d[:, None]
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_D, ROWS], tl.float32)
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
     new_at = page * (K * P * D) + (position % P) * D
     new_key = _head_of(
@@ -161,14 +164,14 @@ def attend_kernel(
         if SINKS:
             sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
             mass += tl.exp2(sink * 1.4426950408889634 - peak)
-        out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
-        result = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at, result, mask=in_group[:, None] & in_head[None, :])
+        out_at = row * out_stride + (head * G + g[None, :]) * D + d[:, None]
+        result = (total / mass[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, result, mask=in_group[None, :] & in_head[:, None])
     else:
         part = (row * H + head * G + g) * SPLITS + split
         tl.store(peak_ptr + part, peak, mask=in_group)
         tl.store(mass_ptr + part, mass, mask=in_group)
-        tl.store(part_ptr + part[:, None] * D + d[None, :], total, mask=in_group[:, None] & in_head[None, :])
+        tl.store(part_ptr + part[None, :] * D + d[:, None], total, mask=in_group[None, :] & in_head[:, None])
 
 
 @triton.jit
@@ -202,7 +205,7 @@ def combine_kernel(
     tl.store(out_ptr + row * out_stride + head * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def ordered_attend_kernel(
     query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr,
     layer, table_stride, query_head_stride, query_row_stride, key_head_stride, key_row_stride, value_head_stride,

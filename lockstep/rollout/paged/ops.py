@@ -12,9 +12,8 @@ from lockstep.models.attention import AttentionKind
 from lockstep.rollout.paged.plain import PlainOps, RowNorm, Turn, Unsummed, of_module
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
-MATRIX_ROWS = 16
-"""Minimum rows of a matrix instruction: the query heads of one key head are padded to it."""
-
+MATRIX_ROWS, MATRIX_COLUMNS = 16, 8
+"""Least rows and columns of a matrix instruction: the query heads of one key head are padded to either, rows if exact."""
 
 KEYS = 32
 """Keys per iteration of the attention kernel. Small programs of one warp, many to a multiprocessor, hide memory latency best:
@@ -151,7 +150,7 @@ class TritonOps:
         norm, key_norm = norms or (unused, unused)
         cos, sin, half, interleaved = _tables(turn, query_HBD)
         sinks = query_HBD if kind.sinks_H is None else kind.sinks_H
-        block, group = _power(size), max(MATRIX_ROWS, _power(heads // cache.heads))
+        block, group = _power(size), max(MATRIX_COLUMNS, _power(heads // cache.heads))
         self._attention.attend_kernel[(count, cache.heads, splits)](
             query_HBD, key_KBD, value_KBD, norm.weight_X, key_norm.weight_X, cos, sin, rows.table_BS, rows.position_B,
             cache.anchor, cache.offsets, sinks, out_BX, part, peak, mass, layer, rows.table_BS.stride(0),
@@ -160,7 +159,7 @@ class TritonOps:
             kind.window is not None, kind.softcap is not None, kind.sinks_H is not None, norms is not None, norm.late, half,
             interleaved,
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
-            num_warps=1 if block * group <= 2048 else 4, num_stages=2, **self._overlap(),
+            num_warps=1 if block * max(16, group) <= 2048 else 4, num_stages=2, **self._overlap(),
         )  # fmt: skip
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
