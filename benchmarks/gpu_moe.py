@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from devices import device_name, peak, synchronise
+from devices import device_name, peak, power, synchronise
 from results_file import RESULTS, header, write_section
 
 PROMPTS, SAMPLES, PROMPT, REPLY, ROW, ROWS, RANK = 64, 8, 128, 256, 512, 64, 16
@@ -305,13 +305,14 @@ def timed(runs: int, work: Any) -> dict[str, Any]:
     """Run a work once, and then `runs` times with the clock."""
     work(0)
     seconds, tokens = [], 0
-    for number in range(1, runs + 1):
-        synchronise()
-        begin = time.perf_counter()
-        tokens = work(number)
-        synchronise()
-        seconds.append(time.perf_counter() - begin)
-    return {"seconds": seconds, "tokens": tokens}
+    with power() as drawn:
+        for number in range(1, runs + 1):
+            synchronise()
+            begin = time.perf_counter()
+            tokens = work(number)
+            synchronise()
+            seconds.append(time.perf_counter() - begin)
+    return {"seconds": seconds, "tokens": tokens, "power": drawn}
 
 
 # --- both -----------------------------------------------------------------------------------------------------------
@@ -355,6 +356,9 @@ def notes(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
                 lines.append(f"{shape}, {name}: {result['failed']}")
                 continue
             line = f"{shape}, {name}: peak {result['peak_gib']:.1f} GiB"
+            for work in ("rollout", "update"):
+                if drawn := result.get(work, {}).get("power"):
+                    line += f"; {work} at {drawn['watts']:.0f} of {drawn['most']:.0f} W, {drawn['mhz']:,.0f} MHz"
             if gap := result.get("mismatch"):
                 line += f"; |log-probability as sampled - as scored|: mean {gap['mean']:.2g}, max {gap['max']:.2g}, "
                 line += f"{gap['differing']:,} of {gap['tokens']:,} tokens differ"
