@@ -75,16 +75,21 @@ def _fitted(tile: ExpertTile, columns: int, number: int, device: torch.device) -
 
 @triton.jit
 def _weights(
-    source, at, expert, first, start, inside, BOXED: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    source, at, expert, first, start, output, input, BOXED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of weights: some inputs `start` of the outputs `first`, [DEPTH, COLUMNS]."""
+    """Load a tile of weights, [DEPTH, COLUMNS]: from the input `start` and the output `first` on.
+
+    `output` and `input` say which are there: all inputs if EVEN, all outputs if WHOLE.
+    """
     if BOXED:
         return source.load([expert, first, start]).reshape(COLUMNS, DEPTH).T
-    elif EVEN:
+    elif EVEN and WHOLE:
         return tl.load(at)
+    elif EVEN:
+        return tl.load(at, mask=output[None, :], other=0.0)
     else:
-        return tl.load(at, mask=inside[:, None], other=0.0)
+        return tl.load(at, mask=output[None, :] & input[:, None], other=0.0)
 
 
 @triton.jit
@@ -100,12 +105,14 @@ def _add_product(total, x, weights, SIDE: tl.constexpr, PRECISION: tl.constexpr)
 def _gate_up_rows(
     x_ptr, weight, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_expert, by_output, by_input,
     limit, alpha, ROWS: tl.constexpr, SIDE: tl.constexpr, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 2 * COLUMNS if PAIRED else COLUMNS
     start = tl.program_id(0) * COLUMNS
     column, depth = start + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    both = (tl.program_id(0) * WIDE + tl.arange(0, WIDE)) % (2 * inner if PAIRED else inner)
+    both = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    output = both < (2 * inner if PAIRED else inner)
     row = first + tl.arange(0, ROWS)
     there = (row < end)[:, None]
     token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
@@ -118,11 +125,15 @@ def _gate_up_rows(
     for step in range(0, tl.cdiv(hidden, DEPTH)):
         left = depth < hidden - step * DEPTH
         x = tl.load(x_at, mask=there if EVEN else there & left[None, :], other=0.0)
-        weights = _weights(weight, weight_at, expert, start, step * DEPTH, left, BOXED, EVEN, WIDE, DEPTH)
+        weights = _weights(
+            weight, weight_at, expert, start, step * DEPTH, output, left, BOXED, EVEN, WHOLE, WIDE, DEPTH
+        )
         gate = _add_product(gate, x, weights, SIDE, PRECISION)
         if not PAIRED:
             up_at = weight if BOXED else weight_at + inner * by_output
-            weights = _weights(weight, up_at, expert, inner + start, step * DEPTH, left, BOXED, EVEN, WIDE, DEPTH)
+            weights = _weights(
+                weight, up_at, expert, inner + start, step * DEPTH, output, left, BOXED, EVEN, WHOLE, WIDE, DEPTH
+            )
             up = _add_product(up, x, weights, SIDE, PRECISION)
         x_at += DEPTH
         if not BOXED:
@@ -133,7 +144,7 @@ def _gate_up_rows(
         gate, up = gate.T, up.T
     if PAIRED:
         if BIAS:
-            bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
+            bias = tl.load(bias_ptr + expert * 2 * inner + both, mask=output, other=0.0).to(tl.float32)
             gate = (gate + bias[None, :]).to(kind).to(tl.float32)
         gate, up = tl.split(tl.reshape(gate, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, PAIRED, limit, alpha)
@@ -145,8 +156,8 @@ def _gate_up_rows(
 def _gate_up_kernel(
     x_ptr, weight, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input, limit,
     alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows."""
     await_input()
@@ -158,36 +169,37 @@ def _gate_up_kernel(
         by_input, limit, alpha,
     )  # fmt: skip
     if HALF < ROWS and end - first <= HALF:
-        _gate_up_rows(*given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
+        _gate_up_rows(*given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
     else:
-        _gate_up_rows(*given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
+        _gate_up_rows(*given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
 
 
 @triton.jit
 def _product_rows(
     x_ptr, weight, out_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input, ROWS: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * COLUMNS
     column, depth = start + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     row = first + tl.arange(0, ROWS)
-    there = (row < end)[:, None]
+    there, output = (row < end)[:, None], column < outputs
     x_at = x_ptr + row.to(tl.int64)[:, None] * inputs + depth[None, :]
     weight_at = weight
     if not BOXED:
-        output = (column % outputs)[None, :]
-        weight_at = weight + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + output * by_output
+        weight_at = weight + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + column[None, :] * by_output
     total = tl.zeros([COLUMNS, ROWS] if SIDE else [ROWS, COLUMNS], tl.float32)
     for step in range(0, tl.cdiv(inputs, DEPTH)):
         left = depth < inputs - step * DEPTH
         x = tl.load(x_at, mask=there if EVEN else there & left[None, :], other=0.0)
-        weights = _weights(weight, weight_at, expert, start, step * DEPTH, left, BOXED, EVEN, COLUMNS, DEPTH)
+        weights = _weights(
+            weight, weight_at, expert, start, step * DEPTH, output, left, BOXED, EVEN, WHOLE, COLUMNS, DEPTH
+        )
         total = _add_product(total, x, weights, SIDE, PRECISION)
         x_at += DEPTH
         if not BOXED:
             weight_at += DEPTH * by_input
-    mask = there & (column < outputs)[None, :]
+    mask = there & output[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(place, out.T if SIDE else out, mask=mask)
@@ -196,7 +208,7 @@ def _product_rows(
 @triton.jit
 def _product_kernel(
     x_ptr, weight, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, EXPERTS: tl.constexpr,
-    EVEN: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix."""
@@ -206,9 +218,9 @@ def _product_kernel(
         return
     given = (x_ptr, weight, out_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input)
     if HALF < ROWS and end - first <= HALF:
-        _product_rows(*given, HALF, SIDE, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
+        _product_rows(*given, HALF, SIDE, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
     else:
-        _product_rows(*given, ROWS, SIDE, EVEN, BOXED, COLUMNS, DEPTH, PRECISION)
+        _product_rows(*given, ROWS, SIDE, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
 
 
 def _precision(x: Tensor) -> str:
@@ -242,7 +254,7 @@ def gate_up(
         x_TH, boxes or weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1],
         inner, x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top,
         activation.paired, bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0,
-        boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth, _precision(x_TH),
+        inner % tile.columns == 0, boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth, _precision(x_TH),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
@@ -258,7 +270,8 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
         x_RX, boxes or weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
-        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, boxes is not None, tile.rows, tile.half, tile.side,
+        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, outputs % tile.columns == 0,
+        boxes is not None, tile.rows, tile.half, tile.side,
         tile.columns, tile.depth, _precision(x_RX),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip

@@ -117,8 +117,9 @@ def uneven(each: str, boxed: str = "") -> None:
     counts = [0, 1, 3 * size + 5, 0, size // 2 + 6, size, 2, size // 2]
     experts = torch.arange(8).repeat_interleave(torch.tensor(counts))
     index = experts[torch.randperm(len(experts), generator=generator)][:, None]
-    x = torch.randn(len(index), 24, generator=generator).to(dtype)
-    both, down = (torch.randn(8, *size, generator=generator).to(dtype) / 4 for size in ((48, 24), (24, 24)))
+    width = 128 if each == "20" else 24  # whole tiles, or parts of one
+    x = torch.randn(len(index), width, generator=generator).to(dtype)
+    both, down = (torch.randn(8, outputs, width, generator=generator).to(dtype) / 4 for outputs in (2 * width, width))
     assert all((expert_kernels._boxes(one, fixed["product_tile"]) is not None) == bool(boxed) for one in (both, down))
     rows = sort_rows(index, 8)
     inner = expert_kernels.gate_up(x, both, None, rows, Activation())

@@ -36,7 +36,9 @@ WHOLE = {
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
 WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
-TILE = {"EXPERTS": 128, "EVEN": True, "ROWS": 128, "HALF": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+TILE = {"EXPERTS": 128, "EVEN": True, "WHOLE": True, "BOXED": False, "ROWS": 128, "HALF": 64, "SIDE": False}
+TILE |= {"COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+SIDE = TILE | {"WHOLE": False, "ROWS": 64, "HALF": 32, "SIDE": True}
 FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 PAIRS = {"HALF": 32, "INTERLEAVED": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -56,6 +58,13 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gate and up": (expert_kernels._gate_up_kernel, {"TOP": 8, "PAIRED": False, "BIAS": False, **TILE}),
     "gate and up, paired": (expert_kernels._gate_up_kernel, {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE}),
     "experts' product": (expert_kernels._product_kernel, TILE),
+    "gate and up, left": (expert_kernels._gate_up_kernel, {"TOP": 8, "PAIRED": True, "BIAS": True, **SIDE}),
+    "gate and up, boxed": (
+        expert_kernels._gate_up_kernel,
+        {"TOP": 8, "PAIRED": False, "BIAS": False, **SIDE, "BOXED": True},
+    ),
+    "experts' product, left": (expert_kernels._product_kernel, SIDE),
+    "experts' product, boxed": (expert_kernels._product_kernel, SIDE | {"BOXED": True}),
     "experts' outer product": (expert_kernels._outer_kernel, {"SIZE": 64, "ROWS": 32, "PRECISION": "ieee"}),
     "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": False, **FOUR_BITS}),
     "experts' product, in four bits": (mxfp4_kernels._product_kernel, {"PACKED": False, **FOUR_BITS}),
@@ -114,7 +123,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "K": 4,
             "D": 128,
             "BLOCK_D": 128,
-            "ROWS": 16,
+            "ROWS": 8,
             "P": 64,
             "BLOCK": 32,
             "SPLITS": 2,
@@ -188,7 +197,7 @@ def signature(name: str, dtype: str) -> str:
         return "*fp32"
     if name in WHOLE or stem in WHOLE:
         return WHOLE.get(name, WHOLE.get(stem, ""))
-    if name.endswith("_ptr") or stem in ("output", "more"):
+    if name.endswith("_ptr") or stem in ("output", "more", "weight"):
         return f"*{dtype}"
     return "fp32" if stem in FACTORS else "i32"
 
@@ -220,6 +229,8 @@ def compiled(kernel: Any, constants: dict[str, Any], dtype: str) -> Any:
     from triton.compiler import ASTSource
 
     arguments = {a: "constexpr" if a in constants else signature(a, dtype) for a in kernel.arg_names}
+    if constants.get("BOXED"):
+        arguments["weight"] = f"tensordesc<{dtype}[1, {constants['COLUMNS']}, {constants['DEPTH']}]>"
     places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
     source = ASTSource(fn=kernel, signature=arguments, constexprs=places)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
