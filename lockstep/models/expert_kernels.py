@@ -34,8 +34,8 @@ class ExpertTile(Tile):
     """Tile of a block of an expert's rows."""
 
     side: bool = False
-    """Whether weights are the left operand, of which Hopper's tensor cores take 64 rows at a time, filled or not; of the right
-    one they take 8. Fewer products with nothing take less power, which limits how fast an H200 decodes.
+    """Weights as the left operand, of which Hopper's tensor cores take 64 rows at a time, filled or not; of the right one they
+    take 8. Fewer products with nothing take less power, which limits how fast an H200 decodes.
     """
 
     @property
