@@ -75,12 +75,12 @@ def _fitted(tile: ExpertTile, columns: int, number: int, device: torch.device) -
 
 @triton.jit
 def _weights(
-    source, at, expert, first, start, output, input, BOXED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    source, at, expert, first, start, output, inside, BOXED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Load a tile of weights, [DEPTH, COLUMNS]: from the input `start` and the output `first` on.
 
-    `output` and `input` say which are there: all inputs if EVEN, all outputs if WHOLE.
+    `output` and `inside` say which outputs and inputs are there: all outputs if WHOLE, all inputs if EVEN.
     """
     if BOXED:
         return source.load([expert, first, start]).reshape(COLUMNS, DEPTH).T
@@ -89,7 +89,7 @@ def _weights(
     elif EVEN:
         return tl.load(at, mask=output[None, :], other=0.0)
     else:
-        return tl.load(at, mask=output[None, :] & input[:, None], other=0.0)
+        return tl.load(at, mask=output[None, :] & inside[:, None], other=0.0)
 
 
 @triton.jit
@@ -123,16 +123,16 @@ def _gate_up_rows(
     gate = tl.zeros([WIDE, ROWS] if SIDE else [ROWS, WIDE], tl.float32)
     up = tl.zeros([WIDE, ROWS] if SIDE else [ROWS, WIDE], tl.float32)
     for step in range(0, tl.cdiv(hidden, DEPTH)):
-        left = depth < hidden - step * DEPTH
-        x = tl.load(x_at, mask=there if EVEN else there & left[None, :], other=0.0)
+        inside = depth < hidden - step * DEPTH
+        x = tl.load(x_at, mask=there if EVEN else there & inside[None, :], other=0.0)
         weights = _weights(
-            weight, weight_at, expert, start, step * DEPTH, output, left, BOXED, EVEN, WHOLE, WIDE, DEPTH
+            weight, weight_at, expert, start, step * DEPTH, output, inside, BOXED, EVEN, WHOLE, WIDE, DEPTH
         )
         gate = _add_product(gate, x, weights, SIDE, PRECISION)
         if not PAIRED:
             up_at = weight if BOXED else weight_at + inner * by_output
             weights = _weights(
-                weight, up_at, expert, inner + start, step * DEPTH, output, left, BOXED, EVEN, WHOLE, WIDE, DEPTH
+                weight, up_at, expert, inner + start, step * DEPTH, output, inside, BOXED, EVEN, WHOLE, WIDE, DEPTH
             )
             up = _add_product(up, x, weights, SIDE, PRECISION)
         x_at += DEPTH
@@ -190,10 +190,10 @@ def _product_rows(
         weight_at = weight + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + column[None, :] * by_output
     total = tl.zeros([COLUMNS, ROWS] if SIDE else [ROWS, COLUMNS], tl.float32)
     for step in range(0, tl.cdiv(inputs, DEPTH)):
-        left = depth < inputs - step * DEPTH
-        x = tl.load(x_at, mask=there if EVEN else there & left[None, :], other=0.0)
+        inside = depth < inputs - step * DEPTH
+        x = tl.load(x_at, mask=there if EVEN else there & inside[None, :], other=0.0)
         weights = _weights(
-            weight, weight_at, expert, start, step * DEPTH, output, left, BOXED, EVEN, WHOLE, COLUMNS, DEPTH
+            weight, weight_at, expert, start, step * DEPTH, output, inside, BOXED, EVEN, WHOLE, COLUMNS, DEPTH
         )
         total = _add_product(total, x, weights, SIDE, PRECISION)
         x_at += DEPTH
@@ -271,8 +271,7 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
         x_RX, boxes or weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
         triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, outputs % tile.columns == 0,
-        boxes is not None, tile.rows, tile.half, tile.side,
-        tile.columns, tile.depth, _precision(x_RX),
+        boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth, _precision(x_RX),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

@@ -69,7 +69,8 @@ def _add_block(
 ):  # fmt: skip
     """Add one block of keys to a running softmax, whose exponents are to the base 2.
 
-    Queries are the right operand, of which tensor cores take 8 at a time; of the left one they take 16, which few models have.
+    Queries are the right operand, of which tensor cores take 8 at a time. Of the left one they take 16; few models have so many
+    query heads to a key head.
     """
     seen = (index < keys) & (index >= first)
     if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch

@@ -16,9 +16,7 @@ MATRIX_ROWS, MATRIX_COLUMNS = 16, 8
 """Least rows and columns of a matrix instruction: the query heads of one key head are padded to either, rows if exact."""
 
 KEYS = 32
-"""Keys per iteration of the attention kernel. Small programs of one warp, many to a multiprocessor, hide memory latency best:
-43 µs a layer where 64 keys and four warps take 50 (512 rows of 384 tokens, 2 key heads of 128; the reads need 31).
-"""
+"""Keys per iteration of the attention kernel. Small programs of one warp, many to a multiprocessor, hide memory latency best."""
 
 
 class Ops(Protocol):
@@ -159,7 +157,7 @@ class TritonOps:
             kind.window is not None, kind.softcap is not None, kind.sinks_H is not None, norms is not None, norm.late, half,
             interleaved,
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
-            num_warps=1 if block * max(16, group) <= 2048 else 4, num_stages=2, **self._overlap(),
+            num_warps=1 if block <= 128 and block * group <= 2048 else 4, num_stages=2, **self._overlap(),
         )  # fmt: skip
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
