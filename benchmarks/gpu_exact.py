@@ -11,7 +11,7 @@ rows end, all numbers of rows from 512 to 8 occur), and 8 rows. Every sampled to
 of an update, and a part of the replies with the engine's own scores; an update is made after each, so that later rollouts have
 other weights. The first rollout of a work warms up: it is not timed, and compared only if `--rollouts` is more than `--runs`.
 Large shapes compute activations again. Full training of the 7b shape keeps moments in 8 bits, and its optimizer in main memory
-on a GPU that is too small. The mixtures of experts are those of gpu_moe.py, with LoRA on attention; where keys and values of 512
+on a GPU that is too small. Mixtures of experts are in family_models.py, with LoRA on attention; where keys and values of 512
 rows have no room, a rollout has fewer rows at a time, and refills them. The arm vLLM samples with its own engine; its
 log-probabilities are compared with the learner's of the same weights.
 """
@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import gpu_moe
+import family_models
 from devices import device_name, synchronise
 from gpu_rollout import lengths_of, prompts_of
 from results_file import RESULTS, header, write_section
@@ -57,11 +57,11 @@ def recipe_of(arm: str, shape: str) -> Any:
 
     adapter: dict[str, Any] = {"kind": "none"}
     if arm.startswith("LoRA"):
-        targets = {"targets": "attention"} if shape in gpu_moe.SHAPES else {}
+        targets = {"targets": "attention"} if shape in family_models.SHAPES else {}
         adapter = {"kind": "lora", "rank": RANK, "alpha": 2 * RANK} | targets
     update: dict[str, Any] = {"tokens_per_microbatch": 14336}
     optimizer: dict[str, Any] = {"kind": "adamw", "lr": 1e-6}
-    if shape == "7b" or shape in gpu_moe.SHAPES:
+    if shape == "7b" or shape in family_models.SHAPES:
         update = {"tokens_per_microbatch": 8192 if room() > LARGE else 4096, "recompute": "full"}
     if shape == "7b" and not arm.startswith("LoRA"):
         optimizer |= {"states": "8bit"} | ({} if room() > LARGE else {"offload": "cpu"})
@@ -77,9 +77,9 @@ def model_of(shape: str, layers: int) -> Any:
 
     from lockstep.models.attention import NAME
 
-    if shape in gpu_moe.SHAPES:
-        gpu_moe.SHAPES[shape]["num_hidden_layers"] = layers or gpu_moe.SHAPES[shape]["num_hidden_layers"]
-        return gpu_moe.random_model(shape, "cuda", NAME, cpu=False)
+    if shape in family_models.SHAPES:
+        family_models.SHAPES[shape]["num_hidden_layers"] = layers or family_models.SHAPES[shape]["num_hidden_layers"]
+        return family_models.random_model(shape, "cuda", NAME, cpu=False)
     return random_model(shape, "bfloat16", "cuda", NAME)
 
 

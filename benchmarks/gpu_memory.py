@@ -8,7 +8,7 @@
 
 Each configuration builds a model and a learner, makes one update (moments appear, kernels are compiled), then measures the peak
 of a second one in several micro-batches: torch's allocated and reserved bytes, and what the process has outside torch. Reference
-passes are measured likewise. Shapes are those of random_model.py and gpu_moe.py; a sequence's length includes a prompt of 256
+passes are measured likewise. Shapes: random_model.py and family_models.py; a sequence's length includes a prompt of 256
 tokens that 8 samples share. A configuration that fails says why and the next one runs. `--write` writes the table to
 benchmarks/results/gpu_memory.txt.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import gpu_moe
+import family_models
 import torch
 from devices import device_name, synchronise
 from random_model import random_model
@@ -127,8 +127,8 @@ def measure(configuration: Configuration, device: str) -> Measured:
             "optimizer.lr=1e-6",
         ]
     )
-    if configuration.shape in gpu_moe.SHAPES:
-        model = gpu_moe.random_model(configuration.shape, device, NAME, cpu=device == "cpu")
+    if configuration.shape in family_models.SHAPES:
+        model = family_models.random_model(configuration.shape, device, NAME, cpu=device == "cpu")
     else:
         model = random_model(configuration.shape, "bfloat16", device, NAME)
     shape = shape_of_model(model)
@@ -263,7 +263,7 @@ def summary(done: list[Measured]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b"], help="of random_model.py or gpu_moe.py")
+    parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b"], help="of random_model.py or family_models.py")
     parser.add_argument("--training", nargs="+", default=["full", "lora"])
     parser.add_argument("--modes", nargs="+", default=["none", "selective", "full"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[8192, 16384, 32768])
@@ -272,7 +272,10 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: nothing is measured")
     args = parser.parse_args()
     if args.cpu:
-        args.shapes, args.budgets = [one for one in args.shapes if one in gpu_moe.SHAPES] or ["tiny"], [2048, 4096]
+        args.shapes, args.budgets = (
+            [one for one in args.shapes if one in family_models.SHAPES] or ["tiny"],
+            [2048, 4096],
+        )
         if args.write == RESULT:
             raise SystemExit("a CPU's figures are none: give --write another file")
     device = "cpu" if args.cpu else "cuda"
@@ -282,7 +285,7 @@ def main() -> None:
     lines = table(done, failed)
     print("\n".join(lines))
     if args.write:
-        experts = all(shape in gpu_moe.SHAPES for shape in args.shapes)
+        experts = all(shape in family_models.SHAPES for shape in args.shapes)
         write_section(args.write, "mixtures of experts" if experts else "updates and passes", lines)
 
 

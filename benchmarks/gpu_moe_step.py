@@ -4,7 +4,7 @@
     python benchmarks/gpu_moe_step.py --shapes gpt-oss-20b --lengths 512
     python benchmarks/gpu_moe_step.py --cpu                      # tiny models on a CPU, to try the program out: no figures
 
-The shapes of gpu_moe.py with random bf16 weights, LoRA of rank 32 on attention, groups of 8 samples. Half of a sequence is its
+Shapes of family_models.py, random bf16 weights, LoRA of rank 32 on attention, groups of 8 samples. Half of a sequence is its
 prompt, and every reply has all of the other half (end tokens are ignored). Each arm is a process of its own that runs Lockstep's
 training loop as `lockstep train` does: memory plan, rollout, advantages, update, sync with proof. Only loading is replaced, by
 weights that are drawn on the GPU; and nothing is saved. The plan chooses micro-batches and recomputation. Figures are those of
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import gpu_moe
+import family_models
 import trl_arms
 from devices import device_name
 from random_model import write_tokenizer
@@ -43,7 +43,7 @@ TASK = Path(__file__).with_name("step_work.py")
 
 def write_folder(folder: Path, shape: str, *, cpu: bool) -> None:
     """Write a model folder whose weight file has the right header and no content: it takes no room on the disk."""
-    config = gpu_moe.config_of(shape, cpu=cpu)
+    config = family_models.config_of(shape, cpu=cpu)
     vocab = config.vocab_size if not cpu else 1024
     config.vocab_size, config.eos_token_id, config.pad_token_id = vocab, vocab - 291, vocab - 293
     config.dtype = "float32" if cpu else "bfloat16"
@@ -141,7 +141,7 @@ def update_floor(shape: str, length: int) -> tuple[float, float]:
     from lockstep.plan import floors
     from lockstep.plan.model_shape import shape_of_model
 
-    sizes = shape_of_model(gpu_moe.random_model(shape, "meta", "eager", cpu=False))
+    sizes = shape_of_model(family_models.random_model(shape, "meta", "eager", cpu=False))
     work = floors.Work.equal(groups_of(length, cpu=False), SAMPLES, *halves(length))
     seconds = floors.train_seconds(sizes, work, floors.Update(0, adapter=True), floors.H200)
     return seconds, 4.0 * (sizes.body + sizes.head)
@@ -186,14 +186,14 @@ def publish(results: dict[tuple[str, int], dict[str, Any]], args: argparse.Names
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", choices=gpu_moe.MIXTURES, default=list(gpu_moe.MIXTURES))
+    parser.add_argument("--shapes", nargs="*", choices=family_models.MIXTURES, default=list(family_models.MIXTURES))
     parser.add_argument("--lengths", nargs="*", type=int, default=[512, 2048, 8192], help="prompt and reply together")
     parser.add_argument(
         "--steps", type=int, default=2, help="of each arm; the memory plan is compared from the second on"
     )
     parser.add_argument("--set", nargs="*", default=[], help="settings. Example: update.recompute=full")
     parser.add_argument("--limit", type=float, default=240, help="seconds of an arm")
-    parser.add_argument("--shape", choices=gpu_moe.MIXTURES, help="of one arm")
+    parser.add_argument("--shape", choices=family_models.MIXTURES, help="of one arm")
     parser.add_argument("--length", type=int, default=512, help="of one arm")
     parser.add_argument("--arm-out", help="run one arm in this process")
     parser.add_argument("--logs", type=Path, default=Path(), help="folder of what the arms print")

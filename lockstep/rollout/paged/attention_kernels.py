@@ -69,8 +69,8 @@ def _add_block(
 ):  # fmt: skip
     """Add one block of keys to a running softmax, whose exponents are to the base 2.
 
-    Queries are the right operand, of which tensor cores take 8 at a time. Of the left one they take 16; few models have so many
-    query heads to a key head.
+    Queries are the right operand, of which tensor cores take 8 at a time. A left one would be padded to 16 rows; the query heads
+    of one key head are seldom more than 8.
     """
     seen = (index < keys) & (index >= first)
     if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
