@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -331,6 +332,7 @@ def main() -> None:
         result = {"ours": ours, "vllm": vllm}[args.arm](args)
         Path(args.arm_out or "/dev/stdout").write_text(json.dumps(result))
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an arm ends with the program, whatever ends it
     results: dict[str, dict[str, dict[str, Any]]] = {}
     asked = [one for one in args.arms if not args.cpu or one != "vLLM"]
     for name in asked:
