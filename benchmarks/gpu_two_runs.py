@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -150,6 +151,17 @@ def run_words(args: argparse.Namespace, path: Path) -> list[str]:
 
 
 def lockstep(*words: str) -> str:
-    """Run a command; return the end of what it said if it failed."""
-    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, check=False)
-    return (done.stdout[-600:] + done.stderr[-900:]) if done.returncode else ""
+    """Run a command; return the end of what it said if it failed. If this program is stopped meanwhile, that is printed."""
+    with tempfile.TemporaryFile("w+") as said:
+
+        def end() -> str:
+            said.seek(0)
+            return said.read()[-1500:]
+
+        command = [sys.executable, "-m", "lockstep", *words]
+        try:
+            done = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, check=False)
+        except BaseException:
+            print(end(), flush=True)
+            raise
+        return end() if done.returncode else ""
