@@ -5,7 +5,8 @@
 Sections: numerics-in, numerics-own, numerics-fp32 (fake quantisation and noise on a tiny model, in process, in its own, and in
 fp32: what they change, that they agree with the learner's, that a push quantises again, that noise leaves no trace); contract-in,
 contract-own, contract-host (the contract of tests/rollout/contract.py on a tiny model, in process, in its own by CUDA IPC,
-and through host memory); big-in, big-own, big-lora (the Qwen2.5-1.5B shape, random weights: start, share or push, proof, negative
+and through host memory); contract-in-qwen3_moe, contract-own-qwen3_moe, contract-in-gpt_oss, contract-own-gpt_oss (the same of
+mixtures of experts); big-in, big-own, big-lora (the Qwen2.5-1.5B shape, random weights: start, share or push, proof, negative
 control, planted faults, sleep and wake, log-probabilities against transformers, tokens/s). Results are lines `RESULT {json}`, a
 table at the end, and $OUT/vllm_smoke.json if OUT is set.
 """
@@ -38,6 +39,10 @@ SECTIONS = (
     "contract-in",
     "contract-own",
     "contract-host",
+    "contract-in-qwen3_moe",
+    "contract-own-qwen3_moe",
+    "contract-in-gpt_oss",
+    "contract-own-gpt_oss",
     "big-in",
     "big-own",
     "big-lora",
@@ -55,8 +60,9 @@ def contract_section(section: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = None
         with step("start"):
-            process = "in" if section == "contract-in" else "own"
-            made = on_gpu.subject(Path(folder), process=process, through_host=section == "contract-host")
+            _, where, *family = section.split("-")
+            process, host = "in" if where == "in" else "own", where == "host"
+            made = on_gpu.subject(Path(folder), process=process, through_host=host, family=(*family, "llama")[0])
         if made is None:
             return
         chosen = contract.CHECKS

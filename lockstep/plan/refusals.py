@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lockstep.config.adapter import Lora, keeps_mxfp4
 from lockstep.config.algorithm import GroupAdvantage
-from lockstep.config.numerics import PHASES
+from lockstep.config.numerics import PHASES, Phase
 from lockstep.config.schema import Allowable, Recipe
 from lockstep.errors import ConfigError, DoesNotFitError, LockstepError, ModelError, RefusedError
 from lockstep.learner.schedule import learning_rate
@@ -322,15 +322,22 @@ def _require_mxfp4(recipe: Recipe) -> None:
 
 def _numerics(recipe: Recipe, model: PreTrainedModel) -> None:
     """Raise LockstepError for a numeric that the layers cannot compute in, as setting it on the loaded model would."""
-    from lockstep.numerics.apply import refuse_experts, settle
-    from lockstep.numerics.experts import Stack
+    from lockstep.numerics.apply import refuse_experts
 
     packed = keeps_mxfp4(recipe.adapter)
     for phase in PHASES:
-        targets = settle(model, recipe.numerics, phase).targets
-        stacks = [name for name, layer in targets.items() if isinstance(layer, Stack)]
+        stacks = _stacks(recipe, model, phase)
         if packed and stacks and (numeric := recipe.numerics.of(phase)):
             raise refuse_experts(numeric, stacks)
+
+
+def _stacks(recipe: Recipe, model: PreTrainedModel, phase: Phase) -> list[str]:
+    """Return the experts' matrices that a phase's numeric quantises."""
+    from lockstep.numerics.apply import settle
+    from lockstep.numerics.experts import Stack
+
+    targets = settle(model, recipe.numerics, phase).targets
+    return [name for name, layer in targets.items() if isinstance(layer, Stack)]
 
 
 def _noise(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -344,13 +351,16 @@ def _serving(recipe: Recipe, model: PreTrainedModel) -> None:
     """Raise ConfigError for a model whose weights vLLM holds under names that no checkpoint has, or holds quantised."""
     from lockstep.models.decoder import even_heads
     from lockstep.models.mxfp4 import is_mxfp4
+    from lockstep.rollout.vllm.layout import MIXTURES
 
     if recipe.rollout.engine != "vllm":
         return
     experts = sorted({name.rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".experts." in name})
-    folder, reasons = config_folder(recipe.model), []
-    if experts:
+    folder, reasons = config_folder(recipe.model), list[str]()
+    if experts and model.config.get_text_config().model_type not in MIXTURES:
         reasons.append(f"vLLM keeps experts ({', '.join(experts)}) in tensors of its own")
+    elif any(recipe.numerics.of(phase) and _stacks(recipe, model, phase) for phase in PHASES if phase != "train"):
+        reasons.append("vLLM does not quantise experts (numerics.exclude: [experts] leaves them unquantised)")
     if folder is not None and is_mxfp4(folder):
         reasons.append("vLLM would run the checkpoint's MXFP4 weights, but the trained weights are not quantised")
     if even_heads(model) == (0, 0):

@@ -24,6 +24,7 @@ from lockstep.models.small import random_model, small_config
 from lockstep.models.states import state_layers
 from lockstep.plan.family import require_family
 from lockstep.rollout.paged.forms import FAMILIES as FUSED
+from lockstep.rollout.vllm.layout import MIXTURES
 from tests.plan.test_family import UNSAID
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -64,7 +65,7 @@ def row(family: str) -> str:
         "yes" if model.config.get_text_config().model_type in FUSED else "no",
         ", ".join(targets),
         f"{_saved(small)}{', yes' if model.config.model_type in GGUF else ', no'}",
-        "refused" if experts or even_heads(small) == (0, 0) else "by name",
+        "refused" if (experts and family not in MIXTURES) or even_heads(small) == (0, 0) else "by name",
         _replayed(small) if experts else "–",
     )
     return "| " + " | ".join(cells) + " |\n"

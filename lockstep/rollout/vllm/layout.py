@@ -1,10 +1,10 @@
 """Views of vLLM's parameters by the names and shapes of the Hugging Face checkpoint: fused matrices split, padding cut off.
 
 vLLM's tensors differ from a checkpoint's: q, k and v in one matrix, gate and up in another, a vocabulary padded to a multiple
-of 64 rows, a tied head that is the embedding. Every tensor here is a view into vLLM's memory, so that a fingerprint reads, and
-a write changes, the same memory that samples. Nothing here imports vLLM: modules are recognised by their attributes
-(`packed_modules_mapping` of the model, `output_sizes` of a fused layer, `org_vocab_size` of a padded one; vLLM 0.24,
-model_executor/layers/linear.py and vocab_parallel_embedding.py).
+of 64 rows, a tied head that is the embedding, experts with outputs before inputs. Every tensor here is a view into vLLM's
+memory, so that a fingerprint reads, and a write changes, the same memory that samples. Nothing here imports vLLM: modules are
+recognised by their attributes (`packed_modules_mapping` of the model, `output_sizes` of a fused layer, `org_vocab_size` of a
+padded one, `w13_weight` of experts; vLLM 0.24, model_executor/layers: linear.py, vocab_parallel_embedding.py and fused_moe).
 """
 
 from __future__ import annotations
@@ -21,6 +21,17 @@ from lockstep.types import WeightStream
 FIX = "set rollout.engine=native, which runs any decoder of transformers"
 USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused matrices of vLLM models that do not declare them (Starcoder2)."""
+MIXTURES = ("qwen3_moe", "gpt_oss")
+"""Model types of mixtures whose names and layout here are those of transformers."""
+EXPERTS = {
+    "w13_weight": "gate_up_proj",
+    "w2_weight": "down_proj",
+    "w13_bias": "gate_up_proj_bias",
+    "w2_bias": "down_proj_bias",
+}
+"""Names of experts' tensors in transformers, by those in vLLM. Those of vLLM's Triton kernels have the order of Qwen3-MoE's."""
+MODULE = "routed_experts"
+"""vLLM's module inside a mixture's experts."""
 
 
 def checkpoint_views(model: nn.Module) -> WeightStream:
@@ -45,6 +56,10 @@ def _pieces(
             f"vLLM splits this layer over {module.tp_size} GPUs", where=f"{layer}.{leaf}", fix="use one GPU per engine"
         )
     parent, _, last = layer.rpartition(".")
+    if last == MODULE and leaf in EXPERTS:
+        inputs_first = tensor.ndim == 3 and hasattr(module, "w13_bias")  # gpt-oss alone has biases, and this order
+        yield f"{parent}.{EXPERTS[leaf]}", tensor.transpose(1, 2) if inputs_first else tensor
+        return
     children = packed.get(last, [last])
     name = f"{layer}.{leaf}" if layer else leaf
     if (rows := getattr(module, "org_vocab_size", None)) is not None:
@@ -63,31 +78,44 @@ def _pieces(
             yield ".".join(filter(None, (parent, child, leaf))), part
 
 
+def of_experts(name: str) -> bool:
+    """Return whether a tensor of this name is of a mixture's experts."""
+    return ".experts." in name and name.rpartition(".")[2] in EXPERTS.values()
+
+
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from vLLM's parameter names to the checkpoint's: the inverse of the model's mapping of prefixes."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    parts = ("orig_to_new_renamings", "orig_to_new_regex", "orig_to_new_substr", "orig_to_new_suffix")
-    for part in parts:
+    """Return a function from vLLM's parameter names to the checkpoint's: the inverse of the model's mapping."""
+    mapper, where = getattr(model, "hf_to_vllm_mapper", None), type(model).__name__
+    for part in ("orig_to_new_renamings", "orig_to_new_regex"):
         rules = getattr(mapper, part, None) or {}
         if any(new is not None for new in rules.values()) if isinstance(rules, dict) else rules:
-            raise EngineError(
-                f"vLLM renames this model's parameters by {part}, which is not supported",
-                where=type(model).__name__,
-                fix=FIX,
-            )
-    prefixes: dict[str, str] = {
-        new: old for old, new in (getattr(mapper, "orig_to_new_prefix", None) or {}).items() if new is not None
-    }
-    if "" in prefixes:
-        raise EngineError(
-            "vLLM removes a prefix from parameter names, which is not supported", where=type(model).__name__, fix=FIX
-        )
-    ordered = sorted(prefixes, key=len, reverse=True)
+            what = f"vLLM renames this model's parameters by {part}, which is not supported"
+            raise EngineError(what, where=where, fix=FIX)
+    ends, starts, inner = (_inverse(mapper, part, where) for part in ("suffix", "prefix", "substr"))
 
     def rename(name: str) -> str:
-        return next((prefixes[new] + name[len(new) :] for new in ordered if name.startswith(new)), name)
+        if of_experts(name):
+            return name
+        name = next((name.removesuffix(new) + ends[new] for new in ends if name.endswith(new)), name)
+        name = next((starts[new] + name.removeprefix(new) for new in starts if name.startswith(new)), name)
+        return next((name.replace(new, inner[new], 1) for new in inner if new in name), name)
 
     return rename
+
+
+def _inverse(mapper: Any, part: str, where: str) -> dict[str, str]:
+    """Return the old texts of a mapping's rules by the new ones, the longest first. Raises EngineError if it has no inverse."""
+    rules = getattr(mapper, f"orig_to_new_{part}", None) or {}
+    pairs = [(new, old) for old, new in rules.items() if new is not None and new.rpartition(".")[2] not in EXPERTS]
+    pairs = [(new, old) for new, old in pairs if not old.rpartition(".")[2].startswith(tuple(EXPERTS.values()))]
+    inverse = dict(pairs)
+    if "" in inverse:
+        what = f"vLLM removes a {part} from parameter names, which is not supported"
+        raise EngineError(what, where=where, fix=FIX)
+    if len(inverse) < len(pairs):
+        what = f"vLLM gives parameters of different names one name (orig_to_new_{part}), which is not supported"
+        raise EngineError(what, where=where, fix=FIX)
+    return {new: inverse[new] for new in sorted(inverse, key=len, reverse=True)}
 
 
 def checked(stream: WeightStream, known: frozenset[str], model: str, folder: str) -> WeightStream:

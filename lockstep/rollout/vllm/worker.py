@@ -5,6 +5,7 @@ The methods are called through collective_rpc. The class is built on first use: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from lockstep.errors import EngineError
 from lockstep.noise.apply import NoisyNorms
-from lockstep.rollout.vllm.layout import checked, checkpoint_views
+from lockstep.rollout.vllm.layout import checked, checkpoint_views, of_experts
 from lockstep.rollout.vllm.quantised import refresh, set_numeric
 from lockstep.types import Forward, ForwardReport, WeightStream
 
@@ -29,16 +30,17 @@ class WorkerCalls:
         return checkpoint_views(self._lockstep_model())
 
     def lockstep_load(self: Any, weights: WeightStream, folder: str) -> None:
-        """Copy checkpoint tensors into the live parameters through vLLM's own loader, in place.
+        """Copy checkpoint tensors into the live parameters through vLLM's own loader, in place; experts are copied as they are.
 
         Raises EngineError for a name unknown to vLLM, or a tensor that its loader refuses.
         """
         model = self._lockstep_model()
-        names = frozenset(name for name, _ in checkpoint_views(model))
+        views = dict(checkpoint_views(model))
         current = [""]
         try:
             with torch.no_grad():
-                model.load_weights(_noting(checked(weights, names, type(model).__name__, folder), current))
+                known = checked(weights, frozenset(views), type(model).__name__, folder)
+                model.load_weights(_without_experts(_noting(known, current), views))
         except EngineError:
             raise
         except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -91,6 +93,20 @@ def _noting(stream: WeightStream, current: list[str]) -> WeightStream:
     for name, tensor in stream:
         current[0] = name
         yield name, tensor
+
+
+def _without_experts(stream: WeightStream, views: Mapping[str, torch.Tensor]) -> WeightStream:
+    """Yield the stream without experts, which are copied: vLLM's loaders know them under other names, one by one.
+
+    Raises ValueError for one of another shape.
+    """
+    for name, tensor in stream:
+        if not of_experts(name):
+            yield name, tensor
+        elif tensor.shape != views[name].shape:
+            raise ValueError(f"its shape is {list(tensor.shape)}, that of vLLM's experts {list(views[name].shape)}")
+        else:
+            views[name].copy_(tensor)
 
 
 @cache

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.rollout.vllm.engine import VllmEngine
 from lockstep.rollout.vllm.process import vllm_process
@@ -19,25 +20,31 @@ STOPS = tuple(range(5, VOCABULARY, 9))
 CONTEXT = 1024
 
 
-def write_model(folder: Path, *, tied: bool = True) -> None:
-    """A Llama of three layers in bf16 whose vocabulary (635) is no multiple of 64: vLLM pads it."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY - 5,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.05,  # at 0.1 the rounding of bf16 alone moves log-probabilities by 0.03
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+def write_model(folder: Path, *, tied: bool = True, family: str = "llama") -> None:
+    """A model of three layers in bf16 whose vocabulary (635) is no multiple of 64: vLLM pads it."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY - 5,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "initializer_range": 0.05,  # at 0.1 the rounding of bf16 alone moves log-probabilities by 0.03
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    more: dict[str, dict[str, Any]] = {
+        "llama": {"max_position_embeddings": CONTEXT},
+        "qwen3_moe": {"max_position_embeddings": CONTEXT, "num_experts": 8, "num_experts_per_tok": 2,
+                      "moe_intermediate_size": 128},
+        "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128, "tie_word_embeddings": False},
+    }  # fmt: skip
+    config = AutoConfig.for_model(family, **sizes | more[family])
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     write_tiny_tokenizer(folder)
 
 
@@ -56,7 +63,10 @@ def settings(folder: Path, *, sleep: bool = True, eager: bool = False) -> VllmSe
 
 def reference(folder: Path, seed: int = 0) -> nn.Module:
     """transformers' own model on the GPU; with a seed, of other weights."""
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.bfloat16)
+    attention = (
+        "eager" if AutoConfig.from_pretrained(folder).model_type == "gpt_oss" else "sdpa"
+    )  # which knows no sinks
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.bfloat16)
     if seed:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
@@ -65,9 +75,9 @@ def reference(folder: Path, seed: int = 0) -> nn.Module:
     return model.cuda().eval()
 
 
-def subject(folder: Path, *, process: str, through_host: bool = False) -> contract.Subject:
+def subject(folder: Path, *, process: str, through_host: bool = False, family: str = "llama") -> contract.Subject:
     """`process` is "in" or "own"."""
-    write_model(folder)
+    write_model(folder, family=family)
     decode = AutoTokenizer.from_pretrained(folder).decode
     engine: RolloutEngine
     if process == "in":
@@ -82,7 +92,7 @@ def subject(folder: Path, *, process: str, through_host: bool = False) -> contra
         decode=decode,
         vocab=VOCABULARY - 5,
         context=CONTEXT,
-        tolerance=0.03,
+        tolerance=0.03 if family == "llama" else 0.1,  # two correct computations may choose other experts
     )
     engine.load(contract.weights_of(made.reference), 0)
     return made

@@ -116,12 +116,23 @@ def test_renamed_prefixes_are_renamed_back():
     assert "model.layers.0.self_attn.q_proj.weight" in names
 
 
+def test_parts_and_ends_of_names_are_renamed_back():
+    engine = laid_out(llama())
+    engine.hf_to_vllm_mapper = SimpleNamespace(
+        orig_to_new_substr={".attention.": ".self_attn."}, orig_to_new_suffix={".scale": ".weight", "absent": None}
+    )
+    names = [name for name, _ in checkpoint_views(engine)]
+    assert names[0] == "model.embed_tokens.scale"
+    assert "model.layers.0.attention.q_proj.scale" in names
+
+
 @pytest.mark.parametrize(
     ("mapper", "told"),
     [
-        ({"orig_to_new_substr": {".attn.": ".self_attn."}}, "orig_to_new_substr"),
-        ({"orig_to_new_suffix": {".w2": ".down"}}, "orig_to_new_suffix"),
+        ({"orig_to_new_substr": {".a.": ".self_attn.", ".b.": ".self_attn."}}, "one name .orig_to_new_substr"),
+        ({"orig_to_new_suffix": {".w": ".weight", ".scale": ".weight"}}, "one name .orig_to_new_suffix"),
         ({"orig_to_new_renamings": ["anything"]}, "orig_to_new_renamings"),
+        ({"orig_to_new_regex": {"anything": "other"}}, "orig_to_new_regex"),
         ({"orig_to_new_prefix": {"model.": ""}}, "removes a prefix from"),
     ],
 )
