@@ -30,8 +30,8 @@ EXPERTS = {
     "w2_bias": "down_proj_bias",
 }
 """Names of experts' tensors in transformers, by those in vLLM. Those of vLLM's Triton kernels have the order of Qwen3-MoE's."""
-MODULE = "routed_experts"
-"""vLLM's module inside a mixture's experts."""
+EXPERTS_MODULE = "routed_experts"
+"""Last name of vLLM's module that holds them."""
 
 
 def checkpoint_views(model: nn.Module) -> WeightStream:
@@ -56,7 +56,7 @@ def _pieces(
             f"vLLM splits this layer over {module.tp_size} GPUs", where=f"{layer}.{leaf}", fix="use one GPU per engine"
         )
     parent, _, last = layer.rpartition(".")
-    if last == MODULE and leaf in EXPERTS:
+    if last == EXPERTS_MODULE and leaf in EXPERTS:
         inputs_first = tensor.ndim == 3 and hasattr(module, "w13_bias")  # gpt-oss alone has biases, and this order
         yield f"{parent}.{EXPERTS[leaf]}", tensor.transpose(1, 2) if inputs_first else tensor
         return
@@ -94,8 +94,6 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
     ends, starts, inner = (_inverse(mapper, part, where) for part in ("suffix", "prefix", "substr"))
 
     def rename(name: str) -> str:
-        if of_experts(name):
-            return name
         name = next((name.removesuffix(new) + ends[new] for new in ends if name.endswith(new)), name)
         name = next((starts[new] + name.removeprefix(new) for new in starts if name.startswith(new)), name)
         return next((name.replace(new, inner[new], 1) for new in inner if new in name), name)
@@ -106,8 +104,8 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
 def _inverse(mapper: Any, part: str, where: str) -> dict[str, str]:
     """Return the old texts of a mapping's rules by the new ones, the longest first. Raises EngineError if it has no inverse."""
     rules = getattr(mapper, f"orig_to_new_{part}", None) or {}
-    pairs = [(new, old) for old, new in rules.items() if new is not None and new.rpartition(".")[2] not in EXPERTS]
-    pairs = [(new, old) for new, old in pairs if not old.rpartition(".")[2].startswith(tuple(EXPERTS.values()))]
+    # Experts have names of their own (EXPERTS); most of their rules are for checkpoints of other forms.
+    pairs = [(new, old) for old, new in rules.items() if new is not None and not new.startswith((".w13_", ".w2_"))]
     inverse = dict(pairs)
     if "" in inverse:
         what = f"vLLM removes a {part} from parameter names, which is not supported"

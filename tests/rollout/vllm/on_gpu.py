@@ -63,9 +63,8 @@ def settings(folder: Path, *, sleep: bool = True, eager: bool = False) -> VllmSe
 
 def reference(folder: Path, seed: int = 0) -> nn.Module:
     """transformers' own model on the GPU; with a seed, of other weights."""
-    attention = (
-        "eager" if AutoConfig.from_pretrained(folder).model_type == "gpt_oss" else "sdpa"
-    )  # which knows no sinks
+    sinks = AutoConfig.from_pretrained(folder).model_type == "gpt_oss"  # which sdpa does not know
+    attention = "eager" if sinks else "sdpa"
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.bfloat16)
     if seed:
         generator = torch.Generator().manual_seed(seed)
