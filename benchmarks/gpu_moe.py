@@ -7,9 +7,10 @@
 Shapes of Qwen3-30B-A3B and gpt-oss-20b, and of dense models of other families, with random bf16 weights. Rollouts: 64 prompts
 of 128 tokens x 8 samples of 256, end tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates:
 LoRA of rank 16 on attention, 64 sequences of 512 tokens. Arms: ours; ours with numerics.exact; ours with gpt-oss's experts in
-MXFP4 (adapter.base = mxfp4); ours without adapters, which only samples; ours with the routes that sampling took replayed in
-training (update.replay_routing), which has no rates: its engine is the uncaptured one, and samples 64 replies; vLLM, without
-adapters too, with the settings of gpu_rollout.py and weights of its own.
+MXFP4 (adapter.base = mxfp4); ours with adapters of the same rank on experts (adapter.expert_rank), whose B is drawn; ours
+without adapters, which only samples; ours with the routes that sampling took replayed in training (update.replay_routing),
+which has no rates: its engine is the uncaptured one, and samples 64 replies; vLLM, without adapters too, with the settings of
+gpu_rollout.py and weights of its own.
 Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads that its rows can
 reach in every decode step; that of an update 4 FLOP for each active parameter and token.
 """
@@ -40,6 +41,8 @@ PROMPTS, SAMPLES, PROMPT, REPLY, ROW, ROWS, RANK = 64, 8, 128, 256, 512, 64, 16
 ARMS = {
     "ours": ("ours", []),
     "ours, exact": ("ours", ["--exact"]),
+    "ours, adapters on experts": ("ours", ["--experts"]),
+    "ours, adapters on experts, exact": ("ours", ["--experts", "--exact"]),
     "ours, experts in MXFP4": ("ours", ["--packed"]),
     "ours, experts in MXFP4, exact": ("ours", ["--packed", "--exact"]),
     "ours, no adapters": ("ours", ["--plain"]),
@@ -89,13 +92,19 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu, packed=args.packed)
     if not args.cpu:
         fuse_layers(model)
-    adapter = {"kind": "none"} if args.plain else {"kind": "lora", "rank": RANK, "targets": "attention"}
+    experts = RANK if args.experts else 0
+    lora = {"kind": "lora", "rank": RANK, "expert_rank": experts, "targets": "attention"}
+    adapter = {"kind": "none"} if args.plain else lora
     optimizer = {"kind": "adamw", "lr": 1e-6}
     numerics = {"exact": args.exact or ("auto" if args.replay else False)}
     replay = {"replay_routing": args.replay}
     given = {"adapter": adapter, "optimizer": optimizer, "numerics": numerics, "update": replay}
     recipe = Recipe.model_validate(given)
     model = attach(model, recipe.adapter, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and "lora_B" in name:  # they begin with zeros, which would hide a wrong sum
+                parameter.normal_(std=0.02)
     settle_exactness(model, recipe)
     if args.replay:
         return replayed(model, recipe, cpu=args.cpu)
@@ -319,6 +328,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
     parser.add_argument("--packed", action="store_true", help="our arm with experts in MXFP4")
+    parser.add_argument("--experts", action="store_true", help="our arm with adapters on experts, too")
     parser.add_argument("--plain", action="store_true", help="our arm without adapters")
     parser.add_argument("--replay", action="store_true", help="our arm with the routes of sampling replayed")
     parser.add_argument("--runs", type=int, default=2)
@@ -337,9 +347,8 @@ def main() -> None:
     asked = [one for one in args.arms if not args.cpu or one != "vLLM"]
     for name in asked:
         for shape in args.shapes:
-            if ("MXFP4" in name and not shape.startswith("gpt")) or (
-                ("exact" in name or "replayed" in name) and shape not in MIXTURES
-            ):
+            of_mixtures = any(word in name for word in ("exact", "replayed", "on experts"))
+            if ("MXFP4" in name and not shape.startswith("gpt")) or (of_mixtures and shape not in MIXTURES):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 config_of(shape, cpu=args.cpu).save_pretrained(folder)

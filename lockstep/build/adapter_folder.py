@@ -68,12 +68,16 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
 
     Raises ModelError, with the reason, for an adapter that they cannot describe.
     """
+    from lockstep.learner.lora_experts import has_adapted_experts, rank_on_experts
+
     config, method = found.config, str(found.config.get("peft_type", "LORA")).lower()
     if method != "lora":
         if isinstance(asked, OtherPeft) and asked.method == method:
             return asked
         raise _unread(found, f"its method is {method}", f"adapter={{kind: peft, method: {method}, options: {{…}}}}")
-    if strange := [name for name in _UNREAD if config.get(name)]:
+    on_experts = has_adapted_experts(config)
+    known = ("target_parameters", "rank_pattern") if on_experts else ()
+    if strange := [name for name in _UNREAD if config.get(name) and name not in known]:
         raise _unread(found, f"it uses {', '.join(strange)}")
     if config.get("bias", "none") != "none":
         raise _unread(found, f"it trains biases (bias: {config['bias']})")
@@ -83,6 +87,8 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
     if isinstance(targets, str) or any(str(target).startswith(REGEX) for target in targets):
         targets = _layers(found.path)  # a foreign expression is not evaluated: it may never end
     settings = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "targets": sorted(map(str, targets))}
+    if on_experts:
+        settings["expert_rank"] = rank_on_experts(config)[0]
     switches = {name: bool(config.get(f"use_{name}")) for name in ("rslora", "dora")}
     try:
         return Lora.model_validate(settings | switches)

@@ -58,6 +58,10 @@ class Lora(_Adapted):
     """Rank of the update."""
     alpha: float = Field(default=32.0, gt=0)
     """The update is scaled by alpha / rank, with rslora by alpha / √rank."""
+    expert_rank: int = Field(default=0, ge=0, le=1024)
+    """Rank of adapters on the experts of a mixture too, two pairs of matrices for each expert; 0 leaves the experts alone. They
+    are scaled by alpha / expert_rank. rank divided by the experts of a token trains about as many numbers for each token as a
+    dense model's MLP would."""
     rslora: bool = False
     """Scale by alpha / √rank (rsLoRA, arXiv 2312.03732), so that high ranks learn as fast as low ones."""
     dora: bool = False
@@ -75,7 +79,11 @@ class Lora(_Adapted):
     @property
     def scaling(self) -> float:
         """The factor on B·A."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+        return self.scaling_of(self.rank)
+
+    def scaling_of(self, rank: int) -> float:
+        """Return the factor on B·A for layers of another rank."""
+        return self.alpha / (rank**0.5 if self.rslora else rank)
 
     @property
     def label(self) -> str:
@@ -90,6 +98,16 @@ class Lora(_Adapted):
     def _orthogonal_is_even(self) -> Self:
         if self.init == "orthogonal" and self.rank % 2:
             raise ValueError(f"init=orthogonal needs an even rank, got {self.rank}")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_plain_adapters(self) -> Self:
+        plain = self.init in ("default", "gaussian") and not self.dora and self.base != "nf4"
+        if self.expert_rank and not plain:
+            odd = "dora" if self.dora else "base=nf4" if self.base == "nf4" else f"init={self.init}"
+            raise ValueError(
+                f"expert_rank: adapters on experts cannot be combined with {odd}; leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -144,7 +162,8 @@ def adapter_name(adapter: Adapter) -> str:
         case NoAdapter():
             return "full fine-tuning"
         case Lora():
-            return f"{adapter.label} rank {adapter.rank}"
+            experts = f", {adapter.expert_rank} on experts" if adapter.expert_rank else ""
+            return f"{adapter.label} rank {adapter.rank}{experts}"
         case OtherPeft():
             return f"{adapter.method} by PEFT"
         case _:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.export.verify import Difference, Logprobs, difference
 from lockstep.learner.learner import base_model, plain_logprobs
 from lockstep.learner.merge import adapter_layers
+from lockstep.models.low_rank import ADAPTERS
 
 SEQUENCES, TOKENS, SEED = 4, 48, 20260
 TEXT = "The answer is \\boxed{42}, because 6 * 7 = 42.\n"
@@ -38,18 +39,24 @@ def rounding_noise(model: nn.Module, sequences: tuple[tuple[int, ...], ...]) -> 
     The errors are random, not those of a merge, so that a wrong merge cannot hide in them.
     """
     before = plain_logprobs(model, sequences, BUDGET)
-    with _jittered([layer.get_base_layer() for layer in adapter_layers(model).values()]):
+    with _jittered(_adapted_parameters(model)):
         after = plain_logprobs(model, sequences, BUDGET)
     return difference(after, before)
 
 
+def _adapted_parameters(model: nn.Module) -> list[nn.Parameter]:
+    layers: list[Any] = [layer.get_base_layer() for layer in adapter_layers(model).values()]
+    found = [next(p for p in layer.parameters() if p.is_floating_point()) for layer in layers]
+    experts = [module for module in model.modules() if ADAPTERS.keys() & module._parameters.keys()]
+    return found + [p for e in experts for n, p in e.named_parameters() if ADAPTERS.get(n) in e._modules]
+
+
 @contextmanager
-def _jittered(layers: list[Any]) -> Iterator[None]:
+def _jittered(parameters: list[nn.Parameter]) -> Iterator[None]:
     kept: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(SEED)
     try:
-        for layer in layers:
-            parameter = next(p for p in layer.parameters() if p.is_floating_point())
+        for parameter in parameters:
             kept.append((parameter, parameter.data))
             off = torch.rand(parameter.shape, generator=generator).sub_(0.5).to(parameter.device)
             parameter.data = parameter.data + spacing(parameter.data) * off

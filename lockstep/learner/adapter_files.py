@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lockstep.config.adapter import RESIDUAL_INITS, Adapter, Lora
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_start import START_A, START_B, lora_layers, start_of
+from lockstep.learner.lora_experts import describe_targets, file_layer, from_file, in_experts, live_layer, to_file
 from lockstep.models.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
 from lockstep.models.mxfp4 import dense_weights
 from lockstep.models.weights import named_weights
@@ -83,7 +84,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
             tensor = torch.cat([tensor, start[0].to(tensor.device)])
         elif start is not None and name.endswith(".lora_B"):
             tensor = torch.cat([tensor, -start[1].to(tensor.device)], 1)
-        tensors[file_name(name)] = tensor
+        tensors[file_name(name)] = to_file(name, tensor)
     return tensors
 
 
@@ -102,6 +103,8 @@ def saved_texts(model: nn.Module, adapter: Adapter, base: Base) -> dict[str, str
     content["target_modules"] = sorted(content["target_modules"]) if content.get("target_modules") else None
     content["inference_mode"] = True
     residual = ""
+    if isinstance(adapter, Lora):
+        describe_targets(adapter, content)
     if isinstance(adapter, Lora) and adapter.init in RESIDUAL_INITS:
         residual = adapter.init
         content |= {"r": 2 * adapter.rank, "lora_alpha": adapter.scaling * 2 * adapter.rank, "use_rslora": False}
@@ -182,8 +185,8 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
 
 
 def layers_of(names: Iterable[str]) -> list[str]:
-    """Return the full names of the layers that an adapter's tensors belong to, by their names, not by its config."""
-    parts = (name.removeprefix(PREFIX).split(".") for name in names)
+    """Return the full names of the linear layers that an adapter's tensors belong to, by their names, not by its config."""
+    parts = (name.removeprefix(PREFIX).split(".") for name in names if not in_experts(live_name(name)))
     ends = ((part, next((i for i, word in enumerate(part) if _PART.match(word)), None)) for part in parts)
     return sorted({".".join(part[:end]) for part, end in ends if end})
 
@@ -216,6 +219,11 @@ def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, 
     return live
 
 
+def in_own_layout(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file, those of experts in the layout of the model's own `own`."""
+    return {name: from_file(name, tensor, own[name]) if name in own else tensor for name, tensor in tensors.items()}
+
+
 def check_base(found: AdapterFolder, base: Base) -> str:
     """Return a warning if it is unknown whether an adapter fits, else "". Raises ModelError if it was made for another base."""
     if found.base is None:
@@ -238,13 +246,13 @@ def check_base(found: AdapterFolder, base: Base) -> str:
 
 def file_name(name: str) -> str:
     """Return the file's name of a tensor: model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
-    return f"{PREFIX}{name}{'.weight' if name.endswith(_MODULES) else ''}"
+    return f"{PREFIX}{file_layer(name)}{'.weight' if name.endswith(_MODULES) else ''}"
 
 
 def live_name(name: str) -> str:
     """Return the inverse of file_name; other names are unchanged."""
     if not name.startswith(PREFIX):
         return name
-    own = name.removeprefix(PREFIX)
+    own = live_layer(name.removeprefix(PREFIX))
     short = own.removesuffix(".weight")
     return short if short.endswith(_MODULES) else own

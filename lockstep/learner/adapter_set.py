@@ -20,8 +20,17 @@ import torch
 from torch import nn
 
 from lockstep.errors import ModelError
-from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, file_name, layers_of, read_adapter
+from lockstep.learner.adapter_files import (
+    AdapterFolder,
+    Base,
+    check_base,
+    file_name,
+    in_own_layout,
+    layers_of,
+    read_adapter,
+)
 from lockstep.learner.adapter_start import START_A, START_B
+from lockstep.learner.lora_experts import attach_to_experts, in_experts, rank_on_experts
 from lockstep.models.weights import load_weights, named_weights
 
 if TYPE_CHECKING:
@@ -81,6 +90,7 @@ class AdapterSet:
 
         config = _config(found)
         model: Any = self.model
+        experts = [name for name in found.weights if in_experts(name)]
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # derived from names that are about to change, and from several adapters
             try:
@@ -94,6 +104,8 @@ class AdapterSet:
                     where=str(found.path),
                     fix="load this adapter over a separate copy of the base",
                 ) from error
+            if experts:
+                attach_to_experts(self.model, name, *rank_on_experts(found.config))
         self.model.requires_grad_(False)
 
     def _switch(self, name: str | None) -> None:
@@ -111,7 +123,7 @@ class AdapterSet:
         """Copy the saved tensors into the active adapter. Raises ModelError for missing, unknown or misshapen tensors."""
         base = set(self._names)
         own = {n: t for n, t in named_weights(self.model) if n not in base and not n.endswith(".lora_scaling")}
-        saved = _over_the_original(found)
+        saved = in_own_layout(_over_the_original(found), own)
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         wrong = sorted(
             name for name in own.keys() | saved.keys() if name not in own or shapes.get(name) != tuple(own[name].shape)
@@ -138,6 +150,7 @@ def _config(found: AdapterFolder) -> Any:
     config: Any = PeftConfig.from_pretrained(str(found.path))
     config.inference_mode = True
     config.target_modules = layers_of(file_name(name) for name in found.weights)
+    config.target_parameters = None  # those of experts are attached by us
     for name in ("exclude_modules", "layers_to_transform", "layers_pattern"):  # the tensors say which layers
         if getattr(config, name, None):
             setattr(config, name, None)

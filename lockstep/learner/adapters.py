@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 from torch import Tensor
 
-from lockstep.config.adapter import RESIDUAL_INITS, Adapter, Lora, NoAdapter, OtherPeft, adapter_name
+from lockstep.config.adapter import Adapter, Lora, NoAdapter, OtherPeft, adapter_name
 from lockstep.errors import ModelError
-from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, read_adapter, trained_tensors
+from lockstep.learner.adapter_continue import OURS, take_saved
+from lockstep.learner.adapter_files import Base, check_base, in_own_layout, read_adapter, trained_tensors
 from lockstep.learner.adapter_start import (
     START_A,
     START_B,
@@ -27,9 +28,10 @@ from lockstep.learner.adapter_start import (
     start_of,
 )
 from lockstep.learner.adapter_targets import Chosen, choose_targets
+from lockstep.learner.lora_experts import attach_to_experts
 from lockstep.models.nf4 import Nf4Linear
 from lockstep.models.stored import weights_of
-from lockstep.models.weights import clean_name, load_weights
+from lockstep.models.weights import clean_name, named_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,13 +41,6 @@ METHODS = {
     "loha": "LoHaConfig", "lokr": "LoKrConfig", "miss": "MissConfig", "delora": "DeloraConfig", "randlora": "RandLoraConfig",
 }  # fmt: skip
 """Names of PEFT's config classes."""
-OURS = (
-    "target_modules", "exclude_modules", "modules_to_save", "bias", "task_type", "peft_type", "inference_mode",
-    "fan_in_fan_out", "revision", "peft_version", "auto_mapping", "base_model_name_or_path",
-)  # fmt: skip
-"""Options that are settings of ours, would train weights of the base, or have no effect here."""
-_HIDDEN = ("alpha_pattern", "layer_replication", "use_qalora")
-"""Settings of PEFT's LoRA that neither names nor shapes of its tensors show."""
 AWAY = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Share by which an adapter's start may change a layer's output: the size of rounding."""
 AWAY_ROUNDED = 0.05
@@ -82,12 +77,15 @@ def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | Non
         with warnings.catch_warnings():  # PEFT asks transformers for a name that transformers will rename
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             attached = _peft_model(model, adapter, chosen).eval()
+        if isinstance(adapter, Lora) and adapter.expert_rank:
+            scaling, gaussian = adapter.scaling_of(adapter.expert_rank), adapter.init == "gaussian"
+            attach_to_experts(attached, "default", adapter.expert_rank, scaling, gaussian=gaussian)
     notes = [*chosen.notes]
     start = read_adapter(Path(adapter.start)) if adapter.start else None
     if start is not None:
         if warning := check_base(start, base):
             notes.append(warning)
-        _take(attached, adapter, start)
+        take_saved(attached, adapter, start)
         notes.append(f"adapter starts from {start.path}")
     elif isinstance(adapter, OtherPeft):
         _require_base_start(attached)
@@ -161,12 +159,13 @@ def as_reference(model: Any) -> Iterator[torch.nn.Module]:
 def adopt_starts(
     model: torch.nn.Module, weights: Mapping[str, Tensor], originals: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Give the base the residual that saved weights were trained on; returns the weights without their starts.
+    """Give the base the residual that saved weights were trained on; returns the weights without their starts, in the layout of
+    the model's own.
 
     `originals` yields the original base by name; it is called only if the model began at other factors than the saved run, for
     example because they were computed again on another machine. Raises ModelError if only one side has a start.
     """
-    layers = lora_layers(model)
+    layers, weights = lora_layers(model), in_own_layout(weights, dict(named_weights(model)))
     starts = {name: tensor for name, tensor in weights.items() if name.endswith((START_A, START_B))}
     if bool(starts) != has_residual_base(model):
         raise ModelError(
@@ -327,69 +326,3 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
 
 def _options(adapter: OtherPeft) -> str:
     return ", ".join(f"{name} = {value}" for name, value in adapter.options.items())
-
-
-# --- start from a folder --------------------------------------------------------------------------------------------
-def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
-    """Copy a saved adapter into a fresh one. Raises ModelError unless method, layers, shapes and scaling are equal."""
-    own = dict(trained_tensors(model))
-    residual = adapter.init if isinstance(adapter, Lora) and adapter.init in RESIDUAL_INITS else ""
-    if start.residual != residual:
-        kind = f"with adapter.init={start.residual}" if start.residual else "without adapter.init=pissa or olora"
-        raise ModelError(
-            f"the saved adapter was trained {kind}, but this run's adapter is not",
-            where=str(start.path),
-            fix=f"to continue the saved adapter, set adapter.init={start.residual or 'default'}",
-        )
-    saved = {name: tensor for name, tensor in start.weights.items() if not name.endswith((START_A, START_B))}
-    wrong = sorted(
-        [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
-        or own.keys() ^ saved.keys()
-    )
-    if wrong:
-        name = wrong[0]
-        shapes = [str(tuple(side[name].shape)) if name in side else "nothing" for side in (saved, own)]
-        raise ModelError(
-            f"{len(wrong)} tensors of the saved adapter do not fit the recipe, the first is {name}: {shapes[0]} in the folder, "
-            f"{shapes[1]} in the recipe",
-            where=str(start.path),
-            fix=f"set adapter to the values that it was made with: {_made_with(start)}",
-        )
-    _check_settings(model, adapter, start)
-    if residual:
-        for name, layer in lora_layers(model).items():
-            weight = layer.get_base_layer().weight
-            halves = (start.weights[name + part].to(weight.device, weight.dtype) for part in (START_A, START_B))
-            set_start(layer, *halves)
-    load_weights(model, ((name, saved[name].to(own[name].dtype)) for name in own))
-
-
-def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
-    """Compare settings that shapes do not show: the scaling of LoRA, the options of the others."""
-    config = start.config
-    if isinstance(adapter, Lora) and (strange := [name for name in _HIDDEN if config.get(name)]):
-        same, told = False, f"settings that a recipe has not: {', '.join(strange)}"
-    elif isinstance(adapter, Lora):
-        rank = config.get("r", adapter.rank)
-        scaling = config.get("lora_alpha", 0) / (rank**0.5 if config.get("use_rslora") else rank)
-        same = abs(scaling - adapter.scaling) <= 1e-9 * adapter.scaling
-        told = f"scaling {scaling:g}, but the recipe gives {adapter.scaling:g}"
-    else:
-        ours = model.peft_config["default"].to_dict()
-        skip = {*OURS, "base_model_name_or_path", "peft_version", "revision", "auto_mapping", "feedforward_modules"}
-        differing = sorted(k for k in config.keys() & ours.keys() - skip if config[k] != ours[k])
-        same, told = not differing, f"values of {', '.join(differing)} that differ from the recipe's"
-    if not same:
-        raise ModelError(
-            f"the saved adapter has {told}",
-            where=str(start.path),
-            fix=f"set adapter to the values that it was made with: {_made_with(start)}",
-        )
-
-
-def _made_with(start: AdapterFolder) -> str:
-    shown = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
-    told = {name: start.config[name] for name in shown if start.config.get(name) not in (None, False)}
-    if start.residual:
-        told |= {"r": int(told["r"]) // 2, "lora_alpha": float(told["lora_alpha"]) / 2, "init": start.residual}
-    return ", ".join(f"{name} {value}" for name, value in told.items())

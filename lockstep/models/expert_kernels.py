@@ -3,7 +3,9 @@
 Sums run over the inputs from first to last, whatever the number of rows. Nothing waits for the host, so everything can be
 captured in a CUDA graph.
 
-Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs.
+An adapter's product is rounded by itself and then added, as where both are operations of their own.
+
+Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, L rank of adapters.
 """
 
 # Triton has no types that mypy could check.
@@ -21,9 +23,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.device import shared_memory, since_hopper
-from lockstep.models.activation_kernels import Activation, activated
+from lockstep.models.activation_kernels import Activation, activated, low_rank
 from lockstep.models.mxfp4 import Packed
-from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
+from lockstep.models.mxfp4_kernels import Low, packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, block_of, blocks
@@ -104,9 +106,9 @@ def _add_product(total, x, weights, SIDE: tl.constexpr, PRECISION: tl.constexpr)
 @triton.jit
 def _gate_up_rows(
     x_ptr, weight, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_expert, by_output, by_input,
-    limit, alpha, ROWS: tl.constexpr, SIDE: tl.constexpr, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    limit, alpha, low_ptr, up_ptr, rank, up_expert, up_output, up_rank, ROWS: tl.constexpr, SIDE: tl.constexpr,
+    TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 2 * COLUMNS if PAIRED else COLUMNS
     start = tl.program_id(0) * COLUMNS
@@ -140,6 +142,30 @@ def _gate_up_rows(
             weight_at += DEPTH * by_input
     kind = out_ptr.dtype.element_ty
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    if RANK:
+        added = low_rank(
+            low_ptr,
+            up_ptr,
+            row,
+            there,
+            both,
+            output,
+            expert,
+            rank,
+            up_expert,
+            up_output,
+            up_rank,
+            RANK,
+            SIDE,
+            PRECISION,
+        )
+        gate = (gate + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        if not PAIRED:
+            added = low_rank(
+                low_ptr, up_ptr, row, there, inner + both, output, expert, rank, up_expert, up_output, up_rank, RANK, SIDE,
+                PRECISION,
+            )  # fmt: skip
+            up = (up + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
     if SIDE:
         gate, up = gate.T, up.T
     if PAIRED:
@@ -155,9 +181,10 @@ def _gate_up_rows(
 @triton.jit
 def _gate_up_kernel(
     x_ptr, weight, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input, limit,
-    alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    WHOLE: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    alpha, experts, low_ptr, up_ptr, rank, up_expert, up_output, up_rank, TOP: tl.constexpr, PAIRED: tl.constexpr,
+    BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows."""
     await_input()
@@ -166,25 +193,27 @@ def _gate_up_kernel(
         return
     given = (
         x_ptr, weight, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_expert, by_output,
-        by_input, limit, alpha,
+        by_input, limit, alpha, low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
     )  # fmt: skip
     if HALF < ROWS and end - first <= HALF:
-        _gate_up_rows(*given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
+        _gate_up_rows(*given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, RANK, PRECISION)
     else:
-        _gate_up_rows(*given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
+        _gate_up_rows(*given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, RANK, PRECISION)
 
 
 @triton.jit
 def _product_rows(
-    x_ptr, weight, out_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input, ROWS: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, weight, out_ptr, order_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input, scaling, low_ptr,
+    up_ptr, rank, up_expert, up_output, up_rank, ROWS: tl.constexpr, SIDE: tl.constexpr, TOP: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SCALED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * COLUMNS
     column, depth = start + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     row = first + tl.arange(0, ROWS)
     there, output = (row < end)[:, None], column < outputs
-    x_at = x_ptr + row.to(tl.int64)[:, None] * inputs + depth[None, :]
+    source = tl.load(order_ptr + row, mask=row < end, other=0) // TOP if TOP else row
+    x_at = x_ptr + source.to(tl.int64)[:, None] * inputs + depth[None, :]
     weight_at = weight
     if not BOXED:
         weight_at = weight + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + column[None, :] * by_output
@@ -201,26 +230,51 @@ def _product_rows(
             weight_at += DEPTH * by_input
     mask = there & output[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    out = total.to(out_ptr.dtype.element_ty)
+    kind = out_ptr.dtype.element_ty
+    if SCALED:
+        total = total.to(kind).to(tl.float32) * scaling
+    if RANK:
+        added = low_rank(
+            low_ptr,
+            up_ptr,
+            row,
+            there,
+            column,
+            output,
+            expert,
+            rank,
+            up_expert,
+            up_output,
+            up_rank,
+            RANK,
+            SIDE,
+            PRECISION,
+        )
+        total = total.to(kind).to(tl.float32) + added.to(kind).to(tl.float32)
+    out = total.to(kind)
     tl.store(place, out.T if SIDE else out, mask=mask)
 
 
 @triton.jit
 def _product_kernel(
-    x_ptr, weight, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, EXPERTS: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, weight, out_ptr, order_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, scaling, low_ptr,
+    up_ptr, rank, up_expert, up_output, up_rank, TOP: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
+    WHOLE: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of one block of an expert's rows times its matrix."""
+    """Compute some columns of one block of an expert's rows times its matrix. With TOP the rows are those of their tokens."""
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
-    given = (x_ptr, weight, out_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input)
+    given = (
+        x_ptr, weight, out_ptr, order_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input, scaling,
+        low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
+    )  # fmt: skip
     if HALF < ROWS and end - first <= HALF:
-        _product_rows(*given, HALF, SIDE, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
+        _product_rows(*given, HALF, SIDE, TOP, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, SCALED, RANK, PRECISION)
     else:
-        _product_rows(*given, ROWS, SIDE, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, PRECISION)
+        _product_rows(*given, ROWS, SIDE, TOP, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, SCALED, RANK, PRECISION)
 
 
 def _precision(x: Tensor) -> str:
@@ -240,38 +294,56 @@ def _boxes(weight_EOX: Tensor, tile: ExpertTile) -> TensorDescriptor | None:
 
 
 def gate_up(
-    x_TH: Tensor, weight_EOX: Tensor | Packed, bias_EO: Tensor | None, rows: Sorted, activation: Activation
-) -> Tensor:
-    """Return the inner states [R, I] of sorted rows: product with gate and up, bias, and activation."""
+    x_TH: Tensor, weight_EOX: Tensor | Packed, bias_EO: Tensor | None, rows: Sorted, activation: Activation,
+    low: Low | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the inner states [R, I] of sorted rows: product with gate and up and that of an adapter, bias, and activation."""
     if isinstance(weight_EOX, Packed):
         assert bias_EO is not None
-        return packed_gate_up(x_TH, weight_EOX, bias_EO, rows, activation.limit, activation.alpha, _precision(x_TH))
+        return packed_gate_up(
+            x_TH, weight_EOX, bias_EO, rows, activation.limit, activation.alpha, low, _precision(x_TH)
+        )
     x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
     tile = _fitted(tile, 2 * tile.columns, x_TH.element_size(), x_TH.device)
     boxes = None if activation.paired else _boxes(weight_EOX, tile)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
         x_TH, boxes or weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1],
-        inner, x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top,
-        activation.paired, bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0,
-        inner % tile.columns == 0, boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth, _precision(x_TH),
+        inner, x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts,
+        *Low.given(low, x_TH), rows.top, activation.paired, bias_EO is not None, triton.next_power_of_2(rows.experts),
+        x_TH.shape[1] % tile.depth == 0, inner % tile.columns == 0, boxes is not None, tile.rows, tile.half, tile.side,
+        tile.columns, tile.depth, Low.width(low), _precision(x_TH),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
 
 
-def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
-    """Return sorted rows times the matrix of their expert, [R, O]."""
+def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted, low: Low | None = None) -> Tensor:
+    """Return sorted rows times the matrix of their expert, [R, O], with the product of an adapter added."""
     if isinstance(weight_EOX, Packed):
-        return packed_product(x_RX, weight_EOX, rows, _precision(x_RX))
-    x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
-    tile = _fitted(tile, tile.columns, x_RX.element_size(), x_RX.device)
+        return packed_product(x_RX, weight_EOX, rows, low, _precision(x_RX))
+    return _product(x_RX, weight_EOX, rows, product_tile(rows.each), low)
+
+
+def low_rank_rows(x: Tensor, down_ELX: Tensor, rows: Sorted, scaling: float, *, tokens: bool) -> Tensor:
+    """Return scaling · x A of sorted rows, [R, L]; with `tokens` x has a row for each token instead."""
+    columns = min(128, max(16, triton.next_power_of_2(down_ELX.shape[1])))
+    tile = replace(product_tile(rows.each), columns=columns, depth=128, side=False, warps=4, stages=4)
+    return _product(x, down_ELX, rows, replace(tile, rows=min(64, tile.rows)), None, scaling, rows.top if tokens else 0)
+
+
+def _product(
+    x: Tensor, weight_EOX: Tensor, rows: Sorted, tile: ExpertTile, low: Low | None, scaling: float = 1.0, top: int = 0
+) -> Tensor:
+    x, outputs, count = x.contiguous(), weight_EOX.shape[1], len(rows.order_R)
+    tile = _fitted(tile, tile.columns, x.element_size(), x.device)
     boxes = _boxes(weight_EOX, tile)
-    out_RO = x_RX.new_empty(len(x_RX), outputs)
+    out_RO = x.new_empty(count, outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
-        x_RX, boxes or weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
-        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, outputs % tile.columns == 0,
-        boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth, _precision(x_RX),
+        x, boxes or weight_EOX, out_RO, rows.order_R, rows.bounds_E, x.shape[1], outputs, *weight_EOX.stride(), rows.experts,
+        scaling, *Low.given(low, x), top, triton.next_power_of_2(rows.experts), x.shape[1] % tile.depth == 0,
+        outputs % tile.columns == 0, boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth,
+        scaling != 1.0, Low.width(low), _precision(x),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

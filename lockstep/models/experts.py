@@ -4,7 +4,7 @@ Few rows, as in decoding, take four launches: sort, gate and up with their activ
 Many rows take torch's grouped matrix multiplications. Both round at the same places, so a token's result does not depend on
 which of them ran. Routers and experts are recognised by their code, as in fused_layers.
 
-Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs.
+Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, L rank of adapters.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lockstep.models import exact
 from lockstep.models.activation_kernels import Activation, Unsummed, activate, activate_back, combine
-from lockstep.models.expert_kernels import gate_up, outer, product
+from lockstep.models.expert_kernels import gate_up, low_rank_rows, outer, product
 from lockstep.models.known import kind_of_experts, only_sums_experts, reference, same
+from lockstep.models.low_rank import LowRank, adapters_of
 from lockstep.models.mxfp4 import Packed
-from lockstep.models.mxfp4_kernels import opened
+from lockstep.models.mxfp4_kernels import Low, opened
 from lockstep.models.route_kernels import Sorted, choose, route, sort_rows
 
 MANY = 128
@@ -52,6 +53,8 @@ class Experts:
     down_bias_EO: Tensor | None = None
     used: tuple[Operands | None, Operands | None] = (None, None)
     """Those of the products with gate and up, and with down, where they are quantised."""
+    adapters: tuple[LowRank | None, LowRank | None] = (None, None)
+    """Those of the same products. They see the unquantised rows."""
 
     @property
     def experts(self) -> int:
@@ -61,16 +64,19 @@ class Experts:
     @staticmethod
     def of(module: Any) -> Experts | None:
         """Return those of a module of transformers; None for a form that is not known here."""
-        match kind_of_experts(module):
-            case "paired":
+        adapters = adapters_of(module)
+        match kind := kind_of_experts(module):
+            case "paired" | "packed":
                 activation = Activation(True, float(module.limit), float(module.alpha))
-                both, down = (weight.transpose(1, 2) for weight in (module.gate_up_proj, module.down_proj))
-                return Experts(both, down, activation, module.gate_up_proj_bias, module.down_proj_bias)
-            case "packed":
-                activation = Activation(True, float(module.limit), float(module.alpha))
-                return Experts(module.gate_up, module.down, activation, module.gate_up_proj_bias, module.down_proj_bias)
+                both, down = (
+                    (module.gate_up, module.down)
+                    if kind == "packed"
+                    else (module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2))
+                )
+                biases = module.gate_up_proj_bias, module.down_proj_bias
+                return Experts(both, down, activation, *biases, adapters=adapters)
             case "gated":
-                return Experts(module.gate_up_proj, module.down_proj, Activation())
+                return Experts(module.gate_up_proj, module.down_proj, Activation(), adapters=adapters)
             case None:
                 return None
             case other:
@@ -81,22 +87,30 @@ class Experts:
         if torch.is_grad_enabled() or index_TK.numel() >= MANY * self.experts:
             function: Any = _Mixture
             tensors = self.gate_up_EOX, self.down_EOX, self.bias_EO, self.down_bias_EO
-            result: Tensor = function.apply(
-                x_TH, index_TK, weight_TK, *tensors, self.activation, self.experts, *self.used
-            )
+            pairs = [(None, None) if one is None else (one.down_ERX, one.up_EOR) for one in self.adapters]
+            result: Tensor = function.apply(x_TH, index_TK, weight_TK, *tensors, *pairs[0], *pairs[1], self)
             return result
         return self.unsummed(x_TH, index_TK, weight_TK).summed()
 
     def unsummed(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Unsummed:
         """Return each token's results of its experts, for few rows; no gradient."""
         rows, (first, second) = sort_rows(index_TK, self.experts), self.used
-        inner_RI = gate_up(_rows(first, x_TH), _matrices(first, self.gate_up_EOX), self.bias_EO, rows, self.activation)
-        out_RH = product(_rows(second, inner_RI), _matrices(second, self.down_EOX), rows)
+        low_RL = _low(self.adapters[0], x_TH, rows, tokens=True)
+        used_TH, matrices = _rows(first, x_TH), _matrices(first, self.gate_up_EOX)
+        inner_RI = gate_up(used_TH, matrices, self.bias_EO, rows, self.activation, low_RL)
+        low_RL = _low(self.adapters[1], inner_RI, rows, tokens=False)
+        out_RH = product(_rows(second, inner_RI), _matrices(second, self.down_EOX), rows, low_RL)
         return Unsummed(out_RH, self.down_bias_EO, rows, weight_TK)
 
 
+def _low(adapter: LowRank | None, x_RX: Tensor, rows: Sorted, *, tokens: bool) -> Low | None:
+    if adapter is None:
+        return None
+    return Low(low_rank_rows(x_RX, adapter.down_ERX, rows, adapter.scaling, tokens=tokens), adapter.up_EOR)
+
+
 class _Mixture(torch.autograd.Function):
-    """Keeps the inputs and the products with gate and up; everything else is computed again.
+    """Keeps the inputs, the products with gate and up, and those of adapters' first matrices; everything else is computed again.
 
     Matrices in MXFP4 are dequantised for one product at a time.
     """
@@ -104,50 +118,91 @@ class _Mixture(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EOX: Tensor | Packed, down_EOX: Tensor | Packed,
-        bias_EO: Tensor | None, down_bias_EO: Tensor | None, activation: Activation, experts: int,
-        first: Operands | None, second: Operands | None,
+        bias_EO: Tensor | None, down_bias_EO: Tensor | None, *adapters: Any,
     ) -> Tensor:  # fmt: skip
-        rows = sort_rows(index_TK, experts)
+        """`adapters`: the matrices that gradients go to, A and B of the first product and of the second; then the experts."""
+        *low_rank, experts = adapters
+        rows, (first, second), (adapter, down_adapter) = (
+            sort_rows(index_TK, experts.experts),
+            experts.used,
+            experts.adapters,
+        )
+        token_R, activation = _tokens(rows), experts.activation
         gate_up_EOX, down_EOX = _matrices(first, gate_up_EOX), _matrices(second, down_EOX)
-        both_RO = _grouped(_rows(first, x_TH)[_tokens(rows)], _dense(gate_up_EOX, x_TH), rows)
-        inner_RI = _rows(second, activate(both_RO, bias_EO, rows, activation))
-        out_TH = combine(_grouped(inner_RI, _dense(down_EOX, x_TH), rows), down_bias_EO, rows, weight_TK)
+        low_RL = down_low_RL = None
+        both_RO = _grouped(_rows(first, x_TH)[token_R], _dense(gate_up_EOX, x_TH), rows)
+        if adapter is not None:
+            low_RL = _grouped(x_TH[token_R], adapter.down_ERX, rows) * adapter.scaling
+            both_RO += _grouped(low_RL, adapter.up_EOR, rows)
+        inner_RI = activate(both_RO, bias_EO, rows, activation)
+        out_RH = _grouped(_rows(second, inner_RI), _dense(down_EOX, x_TH), rows)
+        if down_adapter is not None:
+            down_low_RL = _grouped(inner_RI, down_adapter.down_ERX, rows) * down_adapter.scaling
+            out_RH += _grouped(down_low_RL, down_adapter.up_EOR, rows)
+        out_TH = combine(out_RH, down_bias_EO, rows, weight_TK)
         matrices = [None if isinstance(one, Packed) else one for one in (gate_up_EOX, down_EOX)]
-        ctx.save_for_backward(x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO)
+        kept = x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO, low_RL, down_low_RL, *low_rank
+        ctx.save_for_backward(*kept)
         ctx.packed = tuple(one if isinstance(one, Packed) else None for one in (gate_up_EOX, down_EOX))
-        ctx.rows, ctx.activation, ctx.used = rows, activation, (first, second)
+        ctx.rows, ctx.experts = rows, experts
         return out_TH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO = ctx.saved_tensors
+        x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO, low_RL, down_low_RL = ctx.saved_tensors[
+            :-4
+        ]
+        a_ELX, b_EOL, down_a_ELX, down_b_EOL = ctx.saved_tensors[-4:]
         gate_up_EOX, down_EOX = (packed or dense for packed, dense in zip(ctx.packed, matrices, strict=True))
-        rows, need, activation, (first, second) = ctx.rows, ctx.needs_input_grad, ctx.activation, ctx.used
-        grad_TH, token_R = grads[0].contiguous(), _tokens(rows)
-        inner_grad_RI = _grouped(grad_TH[token_R], _dense(down_EOX, x_TH).transpose(1, 2), rows)
+        rows, need, activation, (first, second) = (
+            ctx.rows, ctx.needs_input_grad, ctx.experts.activation, ctx.experts.used,
+        )  # fmt: skip
+        token_R, grad_TH = _tokens(rows), grads[0].contiguous()
+        factor_R1 = weight_TK.reshape(-1)[rows.order_R, None].to(grad_TH.dtype)
+        grad_RH = grad_TH[token_R]
+        own_grad_RI = inner_grad_RI = _grouped(grad_RH, _dense(down_EOX, x_TH).transpose(1, 2), rows)
+        low_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+        down_low_grads = low_grads
+        if down_low_RL is not None:
+            scaling = ctx.experts.adapters[1].scaling
+            low_grad_RL = _grouped(grad_RH, down_b_EOL.transpose(1, 2), rows) * scaling
+            inner_grad_RI = own_grad_RI + _grouped(low_grad_RL, down_a_ELX.transpose(1, 2), rows)
+            inner_RI = activate(both_RO, bias_EO, rows, activation)
+            down_low_grads = _pair(low_grad_RL * factor_R1, inner_RI, grad_RH, down_low_RL * factor_R1, rows)
         both_grad_RO, share_R = activate_back(both_RO, bias_EO, rows, activation, inner_grad_RI, weight_TK)
         if second is not None and second.activation is not None:  # what the router weighs was made of other numbers
-            inner_RI = second.activation(activate(both_RO, bias_EO, rows, activation))
-            share_R[rows.order_R] = (inner_grad_RI.float() * inner_RI.float()).sum(1)
-        del inner_grad_RI
+            inner_RI = activate(both_RO, bias_EO, rows, activation)
+            change_RI = second.activation(inner_RI).float() - inner_RI.float()
+            share_R[rows.order_R] += (own_grad_RI.float() * change_RI).sum(1)
+        del inner_grad_RI, own_grad_RI
         share_TK = share_R.view_as(weight_TK)
         if down_bias_EO is not None:
             share_TK = share_TK + (grad_TH @ down_bias_EO.T).gather(1, index_TK)
-        x_grad_TH = None
-        if need[0]:
-            x_grad_TH = combine(
-                _grouped(both_grad_RO, _dense(gate_up_EOX, x_TH).transpose(1, 2), rows), None, rows, None
-            )
+        x_grad_RH = _grouped(both_grad_RO, _dense(gate_up_EOX, x_TH).transpose(1, 2), rows) if need[0] else None
+        if low_RL is not None:
+            low_grad_RL = _grouped(both_grad_RO, b_EOL.transpose(1, 2), rows) * ctx.experts.adapters[0].scaling
+            if x_grad_RH is not None:
+                x_grad_RH += _grouped(low_grad_RL, a_ELX.transpose(1, 2), rows)
+            low_grads = _pair(low_grad_RL, x_TH[token_R], both_grad_RO, low_RL, rows)
+        x_grad_TH = None if x_grad_RH is None else combine(x_grad_RH, None, rows, None)
         both_grad = outer(both_grad_RO, _rows(first, x_TH)[token_R], rows) if need[3] else None
         bias_grad = _by_expert(both_grad_RO, bias_EO, rows) if need[5] else None
         down_grad = down_bias_grad = None
         if need[4] or need[6]:
-            grad_RH = grad_TH[token_R] * weight_TK.reshape(-1)[rows.order_R, None].to(grad_TH.dtype)
+            grad_RH = grad_RH * factor_R1
             if need[4]:
                 down_grad = outer(grad_RH, _rows(second, activate(both_RO, bias_EO, rows, activation)), rows)
             down_bias_grad = _by_expert(grad_RH, down_bias_EO, rows) if need[6] else None
         weight_grad_TK = share_TK.to(weight_TK.dtype) if need[2] else None
-        return x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad, *[None] * 4
+        own = x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad
+        return *own, *low_grads, *down_low_grads, None
+
+
+def _pair(
+    low_grad_RL: Tensor, x_RX: Tensor, grad_RO: Tensor, low_RL: Tensor, rows: Sorted
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of an adapter's two matrices."""
+    return outer(low_grad_RL, x_RX, rows), outer(grad_RO, low_RL, rows)
 
 
 def _matrices(used: Operands | None, own: Tensor | Packed) -> Tensor | Packed:
@@ -258,6 +313,8 @@ class _Route(torch.autograd.Function):
 
 class ExpertsForward:
     """Replacement of an experts module's forward. It is a class so that a copy of the model copies it, too."""
+
+    by_kernels = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

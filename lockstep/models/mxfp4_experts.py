@@ -29,6 +29,10 @@ class Mxfp4Experts(nn.Module):
             self.register_parameter(name + BLOCKS, nn.Parameter(packed.blocks, requires_grad=False))
             self.register_parameter(name + SCALES, nn.Parameter(packed.scales, requires_grad=False))
 
+    def _apply_gate(self, both_RO: Tensor) -> Tensor:
+        inner_RX: Tensor = self._gated(self, both_RO)
+        return inner_RX
+
     @property
     def gate_up(self) -> Packed:
         return Packed(self.gate_up_proj_blocks, self.gate_up_proj_scales)  # type: ignore[arg-type]
@@ -46,14 +50,15 @@ class Mxfp4Experts(nn.Module):
         out_TH = torch.zeros_like(hidden_states)
         for expert in router_indices.unique().tolist():
             k_R, token_R = torch.where(expert == router_indices.T)
-            both = _times(hidden_states[token_R], self.gate_up, expert) + self.gate_up_proj_bias[expert]
-            out_RH = _times(self._gated(self, both), self.down, expert) + self.down_proj_bias[expert]
+            both = times(hidden_states[token_R], self.gate_up, expert) + self.gate_up_proj_bias[expert]
+            out_RH = times(self._apply_gate(both), self.down, expert) + self.down_proj_bias[expert]
             weighted_RH = out_RH * routing_weights[token_R, k_R, None]
             out_TH = out_TH.index_add(0, token_R, weighted_RH.to(hidden_states.dtype))
         return out_TH
 
 
-def _times(x_RX: Tensor, packed: Packed, expert: int) -> Tensor:
+def times(x_RX: Tensor, packed: Packed, expert: int) -> Tensor:
+    """Multiply rows by the matrix of an expert."""
     function: Any = _Product
     result: Tensor = function.apply(x_RX, packed, expert)
     return result

@@ -3,13 +3,16 @@
 With numerics.exact, sums run over the inputs from first to last, as in expert_kernels: the results are those of a dense copy, to
 the bit.
 
-Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, G = X / 32.
+Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, G = X / 32, L rank
+of adapters.
 """
 
 # Triton has no types that mypy could check.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from lockstep.device import since_hopper
 from lockstep.models import exact
-from lockstep.models.activation_kernels import activated
+from lockstep.models.activation_kernels import activated, low_rank
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
@@ -88,8 +91,9 @@ def _matrix(byte, scale, kind: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.const
 @triton.jit
 def _gate_up_kernel(
     x_ptr, block_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, limit, alpha, experts,
-    TOP: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    low_ptr, up_ptr, rank, up_expert, up_output, up_rank, TOP: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows; gates and ups alternate."""
     await_input()
@@ -124,6 +128,24 @@ def _gate_up_kernel(
         scale = following
     bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
     total = total.to(kind).to(tl.float32)
+    if RANK:
+        added = low_rank(
+            low_ptr,
+            up_ptr,
+            row,
+            there,
+            both,
+            both >= 0,
+            expert,
+            rank,
+            up_expert,
+            up_output,
+            up_rank,
+            RANK,
+            False,
+            PRECISION,
+        )
+        total = (total + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
     total = (total + bias[None, :]).to(kind).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, True, limit, alpha)
@@ -133,8 +155,9 @@ def _gate_up_kernel(
 
 @triton.jit
 def _product_kernel(
-    x_ptr, block_ptr, scale_ptr, out_ptr, bounds_ptr, inputs, outputs, experts, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, block_ptr, scale_ptr, out_ptr, bounds_ptr, inputs, outputs, experts, low_ptr, up_ptr, rank, up_expert, up_output,
+    up_rank, EXPERTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix."""
     await_input()
@@ -165,6 +188,12 @@ def _product_kernel(
         x_at += DEPTH
         block_at += DEPTH // 2
         scale = following
+    if RANK:
+        added = low_rank(
+            low_ptr, up_ptr, row, there, column, column < outputs, expert, rank, up_expert, up_output, up_rank, RANK, False,
+            PRECISION,
+        )  # fmt: skip
+        total = total.to(kind).to(tl.float32) + added.to(kind).to(tl.float32)
     mask = there & (column < outputs)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(place, total.to(kind), mask=mask)
@@ -193,29 +222,56 @@ def tile_of(each: float, columns: int) -> Tile:
     return Tile(rows, columns, 64, 4, 3)
 
 
+@dataclass(frozen=True, slots=True)
+class Low:
+    """An adapter's part of a product: sorted rows times its first matrix, scaled, and its second matrix."""
+
+    low_RL: Tensor
+    up_EOL: Tensor
+
+    @staticmethod
+    def given(low: Low | None, unused: Tensor) -> tuple[Tensor | int, ...]:
+        """Return what a kernel is given."""
+        if low is None:
+            return unused, unused, 0, 0, 0, 0
+        return low.low_RL, low.up_EOL, low.low_RL.shape[1], *low.up_EOL.stride()
+
+    @staticmethod
+    def width(low: Low | None) -> int:
+        """Return the columns of a matrix instruction for the rank; 0 without an adapter."""
+        return 0 if low is None else max(16, triton.next_power_of_2(low.low_RL.shape[1]))
+
+
 def packed_gate_up(
-    x_TH: Tensor, packed: Packed, bias_EO: Tensor, rows: Sorted, limit: float, alpha: float, precision: str
+    x_TH: Tensor,
+    packed: Packed,
+    bias_EO: Tensor,
+    rows: Sorted,
+    limit: float,
+    alpha: float,
+    low: Low | None,
+    precision: str,
 ) -> Tensor:
     """Return the inner states [R, I] of sorted rows: product with gate and up, bias, and the activation of gpt-oss."""
     x_TH, inner, tile = x_TH.contiguous(), packed.outputs // 2, tile_of(rows.each, 64)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
         x_TH, packed.blocks, packed.scales, bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
-        x_TH.stride(0), limit, alpha, rows.experts, rows.top, triton.next_power_of_2(rows.experts),
-        x_TH.shape[1] % tile.depth == 0, _packs(x_TH), tile.rows, tile.columns, tile.depth, precision,
+        x_TH.stride(0), limit, alpha, rows.experts, *Low.given(low, x_TH), rows.top, triton.next_power_of_2(rows.experts),
+        x_TH.shape[1] % tile.depth == 0, _packs(x_TH), tile.rows, tile.columns, tile.depth, Low.width(low), precision,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
 
 
-def packed_product(x_RX: Tensor, packed: Packed, rows: Sorted, precision: str) -> Tensor:
+def packed_product(x_RX: Tensor, packed: Packed, rows: Sorted, low: Low | None, precision: str) -> Tensor:
     """Return sorted rows times the matrix of their expert, [R, O]."""
     x_RX, outputs, tile = x_RX.contiguous(), packed.outputs, tile_of(rows.each, 128)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
-        x_RX, packed.blocks, packed.scales, out_RO, rows.bounds_E, x_RX.shape[1], outputs, rows.experts,
+        x_RX, packed.blocks, packed.scales, out_RO, rows.bounds_E, x_RX.shape[1], outputs, rows.experts, *Low.given(low, x_RX),
         triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, _packs(x_RX), tile.rows, tile.columns,
-        tile.depth, precision,
+        tile.depth, Low.width(low), precision,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

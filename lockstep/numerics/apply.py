@@ -249,7 +249,7 @@ class _ExpertsForward:
     def __init__(self, numerics: ModelNumerics, module: nn.Module) -> None:
         self.numerics, self.module = numerics, module
         self.plain: Any = module.forward
-        self.mix = mix_by_kernels if "forward" in module.__dict__ else mix
+        self.mix = mix_by_kernels if getattr(self.plain, "by_kernels", False) else mix
         """On a GPU models.experts has replaced the forward already."""
         stacks = (Stack(module, name) for name in MATRICES)
         self.stacks = tuple(stack if stack in numerics.targets.values() else None for stack in stacks)

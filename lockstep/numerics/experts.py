@@ -1,6 +1,8 @@
-"""Runs the experts of a mixture on quantised operands: each expert's matrix is quantised like that of a linear layer.
+"""Runs the experts of a mixture on quantised operands, or with adapters: each expert's matrix is quantised like that of a linear
+layer.
 
-On a GPU they are computed by the kernels of models.experts, else in a loop over the experts, as transformers does.
+On a GPU they are computed by the kernels of models.experts, else in a loop over the experts, as transformers does. Adapters see
+the unquantised rows.
 
 Legend: T tokens, K experts of each, R rows of one expert, E experts, H hidden, O outputs, X inputs.
 """
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.known import kind_of_experts
+from lockstep.models.low_rank import LowRank, adapters_of
+from lockstep.models.mxfp4_experts import times
 from lockstep.numerics.linear import Quantiser, quantised_linear
 
 MATRICES = ("gate_up_proj", "down_proj")
@@ -72,7 +76,7 @@ def mix_by_kernels(module: Any, quantiser: Quantiser, used: tuple[Tensor | None,
 
 def mix(
     module: Any,
-    quantiser: Quantiser,
+    quantiser: Quantiser | None,
     used: tuple[Tensor | None, ...],
     x_TH: Tensor,
     index_TK: Tensor,
@@ -82,30 +86,41 @@ def mix(
 
     `used`: the quantised matrices [E, O, X] of gate and up, and of down; None for those that are left alone.
     """
-    paired = kind_of_experts(module) == "paired"
-    first, second = (_product(Stack(module, name), one, quantiser) for name, one in zip(MATRICES, used, strict=True))
+    gated = kind_of_experts(module) == "gated"
+    first, second = (
+        _product(module, *given, quantiser) for given in zip(MATRICES, used, adapters_of(module), strict=True)
+    )
     out_TH = torch.zeros_like(x_TH)
     for expert in index_TK.unique().tolist():
         k_R, token_R = torch.where(expert == index_TK.T)
         both_RO = first(x_TH[token_R], expert)
-        if paired:
-            inner_RX = module._apply_gate(both_RO)
-        else:
+        if gated:
             gate, up = both_RO.chunk(2, -1)
             inner_RX = module.act_fn(gate) * up
+        else:
+            inner_RX = module._apply_gate(both_RO)
         weighted_RH = second(inner_RX, expert) * weight_TK[token_R, k_R, None]
         out_TH = out_TH.index_add(0, token_R, weighted_RH.to(x_TH.dtype))
     return out_TH
 
 
-def _product(stack: Stack, used_EOX: Tensor | None, quantiser: Quantiser) -> Callable[[Tensor, int], Tensor]:
-    weight_EOX, bias_EO = stack.weight_EOX, getattr(stack.module, f"{stack.name}_bias", None)
+def _product(
+    module: Any, name: str, used_EOX: Tensor | None, adapter: LowRank | None, quantiser: Quantiser | None
+) -> Callable[[Tensor, int], Tensor]:
+    bias_EO = getattr(module, f"{name}_bias", None)
 
-    def times(x_RX: Tensor, expert: int) -> Tensor:
-        if used_EOX is None:
-            out_RO = nn.functional.linear(x_RX, weight_EOX[expert])
-        else:
-            out_RO = quantised_linear(x_RX, weight_EOX[expert], None, quantiser, used_weight=used_EOX[expert])
+    def plain(x_RX: Tensor, expert: int) -> Tensor:
+        if kind_of_experts(module) == "packed":
+            return times(x_RX, module.gate_up if name == MATRICES[0] else module.down, expert)
+        matrix_OX = Stack(module, name).weight_EOX[expert]
+        if used_EOX is None or quantiser is None:
+            return nn.functional.linear(x_RX, matrix_OX)
+        return quantised_linear(x_RX, matrix_OX, None, quantiser, used_weight=used_EOX[expert])
+
+    def product(x_RX: Tensor, expert: int) -> Tensor:
+        out_RO = plain(x_RX, expert)
+        if adapter is not None:
+            out_RO = out_RO + adapter.added(x_RX, expert)
         return out_RO if bias_EO is None else out_RO + bias_EO[expert]
 
-    return times
+    return product

@@ -47,6 +47,8 @@ class Layers:
     """Norms and activations by fused kernels; else by transformers' own operations."""
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
+    expert_rank: int = 0
+    """Rank of adapters on experts."""
 
     @property
     def trains_norms(self) -> bool:
@@ -132,6 +134,7 @@ def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerTok
     )  # the last norm; its output goes to the head
     # Backwards, gate and up have gradients while the product's is alive and the product itself is gone.
     working = 2.0 * (hidden + inner) + (_copies(shape, layers) + inner if _grouped(shape, layers) else 0.0)
+    working += _copies(shape, layers) * (layers.expert_rank > 0)  # the gradient that comes through the adapters
     if recompute == "full":
         kept, working = float(shape.layers * hidden), working + whole - hidden
     else:
@@ -150,7 +153,8 @@ def _forward(shape: ModelShape, layers: Layers) -> float:
     inner = layers.element * shape.intermediate * max(1, shape.experts_per_token)
     attention = hidden + (3 if layers.fused else 4) * query + 2 * key
     norm = 0.0 if layers.fused else hidden + 2 * FP32 * shape.hidden
-    mlp = 2 * hidden + 3 * inner + (_copies(shape, layers) if _grouped(shape, layers) else 0)
+    copies = (_grouped(shape, layers)) + (layers.expert_rank > 0)  # what adapters add is a tensor of its own
+    mlp = 2 * hidden + 3 * inner + copies * _copies(shape, layers)
     return STREAM + _rotary(shape, layers) + 2 * hidden + max(attention, norm, mlp)
 
 
@@ -168,6 +172,7 @@ def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:
     copies = 2 if grouped else 3 if layers.fused else 7 if clamped else 4
     mlp = (2 if recompute == "selective" else copies) * inner
     adapters = element * layers.rank * len(shape.linears)
+    adapters += element * layers.expert_rank * 2 * shape.experts_per_token
     routed = PAIR * shape.experts_per_token if grouped else _copies(shape, layers)
     outputs = 0 if recompute == "selective" else 2 * element * shape.hidden
     return shape.norms * _norm(layers, shape.hidden, recompute) + outputs + attention + mlp + adapters + routed

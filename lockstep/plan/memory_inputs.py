@@ -176,7 +176,7 @@ def memory_inputs_of(
     return MemoryInputs(
         shape=shape,
         device=device,
-        layers=Layers(element, fused=device == "cuda", rank=rank),
+        layers=Layers(element, fused=device == "cuda", rank=rank, expert_rank=getattr(adapter, "expert_rank", 0)),
         trained=added if rank else shape.parameters,
         added=added,
         packed=packed,
@@ -286,7 +286,10 @@ def adapter_size(adapter: Adapter, shape: ModelShape) -> tuple[int, int]:
             chosen = targeted(adapter.targets, shape)
             names = {linear.name for linear in chosen}
             lengths = sum(x.outputs for x in shape.all_linears if x.name in names) if adapter.dora else 0
-            return rank, shape.adapter_parameters(rank, [linear.name for linear in chosen]) + lengths
+            on_experts = (
+                adapter.expert_rank * shape.layers * shape.experts * (2 * shape.hidden + 3 * shape.intermediate)
+            )
+            return rank, shape.adapter_parameters(rank, [linear.name for linear in chosen]) + lengths + on_experts
         case OtherPeft():
             asked = adapter.options.get("r")
             rank = asked if isinstance(asked, int) and asked > 0 else USUAL_RANK

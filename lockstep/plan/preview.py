@@ -125,8 +125,10 @@ def adapter_lines(recipe: Recipe) -> list[str]:
     rank, added = adapter_size(recipe.adapter, shape)
     counts = Counter(name.rsplit(".", 1)[-1] for name in chosen.layers)
     layers = ", ".join(f"{count} {name}" for name, count in counts.items())
+    on_experts = getattr(recipe.adapter, "expert_rank", 0)
     return [
         f"{recipe.adapter.kind} of rank {rank} on {len(chosen.layers)} layers: {layers}",
+        *([f"of rank {on_experts} on {shape.experts} experts of each layer"] if on_experts else []),
         f"{added:,} of {shape.parameters:,} parameters are trained ({added / shape.parameters:.2%})",
         *chosen.notes,
     ]

@@ -293,10 +293,13 @@ def _context(recipe: Recipe, model: PreTrainedModel) -> None:
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     from lockstep.learner.adapter_start import refuse_small
     from lockstep.learner.adapter_targets import choose_targets
+    from lockstep.learner.lora_experts import adapted_experts
 
     adapter = recipe.adapter
     if adapter.kind == "none":
         return
+    if isinstance(adapter, Lora) and adapter.expert_rank:
+        adapted_experts(model, adapter.expert_rank)
     if keeps_mxfp4(adapter):
         _require_mxfp4(recipe)
     chosen = choose_targets(model, adapter.targets)

@@ -344,15 +344,15 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
     """
     from safetensors.torch import load_file
 
-    from lockstep.learner.adapter_files import TENSORS, check_base, live_tensors, read_adapter
+    from lockstep.learner.adapter_files import TENSORS, check_base, in_own_layout, live_tensors, read_adapter
     from lockstep.learner.adapters import facts_of
     from lockstep.models.weights import named_weights
     from lockstep.sync.fingerprint import fingerprint
 
     facts = facts_of(policy.model)
     note = check_base(read_adapter(found.path), facts.base) if facts is not None else ""
-    weights = live_tensors(load_file(found.path / TENSORS), residual=False)
     own = dict(named_weights(policy.model))
+    weights = in_own_layout(live_tensors(load_file(found.path / TENSORS), residual=False), own)
     wanted = {n for n, _ in named_weights(policy.model, trainable_only=True) if not n.endswith(".lora_scaling")}
     if odd := sorted(weights.keys() ^ wanted) or sorted(n for n in wanted if weights[n].shape != own[n].shape):
         side = "has" if odd[0] in weights else "lacks"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import SyncError
+from lockstep.models.low_rank import base_of, is_transposed
 from lockstep.types import Batch, Learner, Loss, Metrics, TokenIds, WeightStream
 
 DOWN, UP, SCALING, LENGTH = ".lora_A", ".lora_B", ".lora_scaling", ".lora_magnitude_vector"
@@ -30,15 +31,17 @@ def merged(weights: WeightStream) -> WeightStream:
     parts = (DOWN, UP, SCALING, LENGTH)
     layers = {name.removesuffix(part) for name in tensors for part in parts if name.endswith(part)}
     for layer in sorted(layers):
-        if missing := [part for part in (DOWN, UP, SCALING, ".weight") if layer + part not in tensors]:
+        wanted = *(layer + part for part in (DOWN, UP, SCALING)), base_of(layer)
+        if missing := [name.removeprefix(layer) for name in wanted if name not in tensors]:
             raise SyncError(
                 f"the weights of the adapted layer lack {', '.join(missing)}",
                 where=layer,
                 fix="check what learner.weights() yields",
             )
+    adapted = {base_of(layer): layer for layer in layers}
     for name, tensor in tensors.items():
-        layer = name.removesuffix(".weight")
-        if name != layer and layer in layers:
+        layer = adapted.get(name, "")
+        if layer:
             factors = tensors[layer + DOWN], tensors[layer + UP], tensors[layer + SCALING]
             yield name, merge(name, tensor, *factors, tensors.get(layer + LENGTH))
         elif not name.endswith(parts):
@@ -52,8 +55,14 @@ def merge(
     """Return base + scaling · up·down in fp32, rounded to the base's dtype; the inputs are not changed. O outputs, X inputs, R
     rank.
 
-    With `length_O` (DoRA) each row of the sum is scaled to that length.
+    With `length_O` (DoRA) each row of the sum is scaled to that length. Matrices of experts are merged one expert at a time.
     """
+    if base_OX.ndim == 3 and len(base_OX) == len(down_RX) == len(up_OR):
+        first, second = (up_OR, down_RX) if is_transposed(down_RX) else (down_RX, up_OR)
+        sum_EOX = torch.empty_like(base_OX)
+        for expert, out_OX in enumerate(sum_EOX):
+            out_OX.copy_(merge(name, base_OX[expert], first[expert], second[expert], scaling))
+        return sum_EOX
     if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
         raise SyncError(
             f"adapter matrices of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} do not fit a weight of {tuple(base_OX.shape)}",
@@ -69,7 +78,7 @@ def merge(
 
 def merged_names(frozen: frozenset[str], names: frozenset[str]) -> frozenset[str]:
     """Return the frozen tensors that no adapter changes, given all names of the learner's weights."""
-    adapted = {name.removesuffix(DOWN) + ".weight" for name in names if name.endswith(DOWN)}
+    adapted = {base_of(name.removesuffix(DOWN)) for name in names if name.endswith(DOWN)}
     return frozen - adapted
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.known import kind_of_experts
+from lockstep.models.mxfp4 import Packed
+from lockstep.models.mxfp4_experts import Mxfp4Experts
 from tests.interpreter import interpreted
 from tests.learner.models import plain
 from tests.models.mxfp4_files import random_blocks
@@ -214,8 +216,6 @@ def equal_logits() -> None:
 def in_four_bits() -> None:
     """Experts that stay in MXFP4 by kernels: values and gradients are those of the loop, in training and in decoding."""
     from lockstep.models.experts import fuse_experts
-    from lockstep.models.mxfp4 import Packed
-    from lockstep.models.mxfp4_experts import Mxfp4Experts
     from lockstep.models.mxfp4_kernels import opened
 
     dense = part("gpt-oss", "Experts")
@@ -237,6 +237,45 @@ def in_four_bits() -> None:
         with torch.no_grad():
             close(module(x, index, weight), theirs, "in decoding")
         del module.forward
+
+
+def adapted(family: str, packed: str = "") -> None:
+    """Values and gradients of experts with adapters are those of the loop; decoding of dense experts has the bits of training."""
+    from lockstep.learner.lora_experts import attach_to_experts
+    from lockstep.models.experts import fuse_experts
+    from lockstep.numerics.experts import mix as loop
+
+    model = plain(family, seed=3)
+    module = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    if packed:
+        matrices = [Packed(*random_blocks(tuple(one.shape))) for one in (module.gate_up_proj, module.down_proj)]
+        module = Mxfp4Experts(module, *matrices)
+    holder = nn.ModuleDict({"experts": module})
+    attach_to_experts(nn.ModuleDict({"mlp": holder}), "default", 4, 0.75)
+    own = [(n, p) for n, p in module.named_parameters() if p.is_floating_point()]
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in own:
+            if "lora_B" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    del module.forward
+    assert fuse_experts(module)
+    for tokens, top in ((1, 2), (41, 2)):
+        x, index, weight = asked(module, tokens, top)
+        inputs = [x, weight, *(p for _, p in own)]
+        theirs = loop(module, None, (None, None), x, index, weight)
+        mix = torch.linspace(-1, 1, theirs.numel()).view_as(theirs)
+        wanted = torch.autograd.grad((theirs * mix).sum(), inputs)
+        ours = module(x, index, weight)
+        close(ours, theirs, "in training")
+        for (name, _), a, b in zip(
+            [("x", x), ("weight", x), *own], torch.autograd.grad((ours * mix).sum(), inputs), wanted, strict=True
+        ):
+            close(a, b, f"gradient of {name}")
+        with torch.no_grad():
+            found = module(x, index, weight)
+            close(found, ours, "in decoding")
+            assert packed or torch.equal(found, ours), "bits of decoding"
 
 
 @pytest.mark.parametrize(
@@ -263,6 +302,12 @@ def test_experts_are_known_by_their_code_and_activation(family: str, name: str, 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_values_and_gradients_are_those_of_the_loop(family: str) -> None:
     interpreted(values_and_gradients, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "packed"), [("qwen3-moe", ""), ("gpt-oss", ""), ("gpt-oss", "packed")])
+def test_adapters_on_experts_are_those_of_the_loop(family: str, packed: str) -> None:
+    interpreted(adapted, family, packed)
 
 
 @pytest.mark.slow

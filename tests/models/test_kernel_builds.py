@@ -35,11 +35,13 @@ WHOLE = {
 }
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
 WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
-FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
+FACTORS = ("limit", "softcap", "scale", "scaling", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EXPERTS": 128, "EVEN": True, "WHOLE": True, "BOXED": False, "ROWS": 128, "HALF": 64, "SIDE": False}
-TILE |= {"COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+TILE |= {"COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 SIDE = TILE | {"WHOLE": False, "ROWS": 64, "HALF": 32, "SIDE": True}
-FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+ROWS = {"TOP": 0, "SCALED": False}
+ADAPTED = {"RANK": 16}
+FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 PAIRS = {"HALF": 32, "INTERLEAVED": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
@@ -57,19 +59,40 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sort": (route_kernels._sort_kernel, {"BLOCK": 4096}),
     "gate and up": (expert_kernels._gate_up_kernel, {"TOP": 8, "PAIRED": False, "BIAS": False, **TILE}),
     "gate and up, paired": (expert_kernels._gate_up_kernel, {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE}),
-    "experts' product": (expert_kernels._product_kernel, TILE),
+    "gate and up, adapted": (
+        expert_kernels._gate_up_kernel,
+        {"TOP": 8, "PAIRED": False, "BIAS": False, **SIDE, "BOXED": True, **ADAPTED},
+    ),
+    "gate and up, paired and adapted": (
+        expert_kernels._gate_up_kernel,
+        {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE, **ADAPTED},
+    ),
+    "experts' product": (expert_kernels._product_kernel, TILE | ROWS),
+    "experts' product, adapted": (expert_kernels._product_kernel, SIDE | ROWS | ADAPTED),
+    "adapter's first product": (
+        expert_kernels._product_kernel,
+        TILE | {"TOP": 8, "SCALED": True, "COLUMNS": 16, "DEPTH": 128},
+    ),
     "gate and up, left": (expert_kernels._gate_up_kernel, {"TOP": 8, "PAIRED": True, "BIAS": True, **SIDE}),
     "gate and up, boxed": (
         expert_kernels._gate_up_kernel,
         {"TOP": 8, "PAIRED": False, "BIAS": False, **SIDE, "BOXED": True},
     ),
-    "experts' product, left": (expert_kernels._product_kernel, SIDE),
-    "experts' product, boxed": (expert_kernels._product_kernel, SIDE | {"BOXED": True}),
+    "experts' product, left": (expert_kernels._product_kernel, SIDE | ROWS),
+    "experts' product, boxed": (expert_kernels._product_kernel, SIDE | ROWS | {"BOXED": True}),
     "experts' outer product": (expert_kernels._outer_kernel, {"SIZE": 64, "ROWS": 32, "PRECISION": "ieee"}),
     "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": False, **FOUR_BITS}),
     "experts' product, in four bits": (mxfp4_kernels._product_kernel, {"PACKED": False, **FOUR_BITS}),
     "gate and up, in packed bf16": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": True, **FOUR_BITS}),
     "experts' product, in packed bf16": (mxfp4_kernels._product_kernel, {"PACKED": True, **FOUR_BITS}),
+    "gate and up, in four bits, adapted": (
+        mxfp4_kernels._gate_up_kernel,
+        {"TOP": 4, "PACKED": True, **FOUR_BITS, **ADAPTED},
+    ),
+    "experts' product, in four bits, adapted": (
+        mxfp4_kernels._product_kernel,
+        {"PACKED": True, **FOUR_BITS, **ADAPTED},
+    ),
     "experts, dequantised": (mxfp4_kernels._open_kernel, {"GROUPS": 128}),
     "activate": (activation_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
     "activate, back": (activation_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),

@@ -1,0 +1,66 @@
+"""Adapters on the experts of a mixture: one pair of low-rank matrices for each expert and each of its two products.
+
+They are modules inside of the experts' own module: `experts.gate_up_adapter` and `experts.down_adapter`. Their matrices lie as
+the base's do, so that their product has the base's shape: gpt-oss has inputs before outputs, others outputs before inputs.
+
+Legend: T tokens, E experts, R rank, O outputs, X inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.models.known import kind_of_experts
+
+SUFFIX = "_adapter"
+ADAPTERS = {"gate_up_proj": "gate_up" + SUFFIX, "down_proj": "down" + SUFFIX}
+"""Names of the adapters of an experts' module, by the parameter that each changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The adapter of one product, which becomes x W + scaling · (x A) B; each product is rounded by itself."""
+
+    down_ERX: Tensor
+    up_EOR: Tensor
+    scaling: float
+
+    def added(self, x_TX: Tensor, expert: int) -> Tensor:
+        """Return what it adds to one expert's product, [T, O]."""
+        linear = torch.nn.functional.linear
+        return linear(linear(x_TX, self.down_ERX[expert]) * self.scaling, self.up_EOR[expert])
+
+
+def adapters_of(experts: Any) -> tuple[LowRank | None, LowRank | None]:
+    """Return the active adapters of an experts' module: of the product with gate and up, and with down."""
+    found = [experts._modules.get(name) for name in ADAPTERS.values()]
+    first, second = (None if one is None else one.active() for one in found)
+    return first, second
+
+
+def sizes_of(experts: Any, parameter: Literal["gate_up_proj", "down_proj"]) -> tuple[int, int, int, bool]:
+    """Return the number of experts, outputs and inputs of a product, and whether inputs come before outputs."""
+    match kind_of_experts(experts):
+        case "packed":
+            packed = experts.gate_up if parameter == "gate_up_proj" else experts.down
+            return packed.experts, packed.outputs, packed.inputs, True
+        case "paired":
+            count, inputs, outputs = getattr(experts, parameter).shape
+            return count, outputs, inputs, True
+        case _:
+            count, outputs, inputs = getattr(experts, parameter).shape
+            return count, outputs, inputs, False
+
+
+def is_transposed(down: Tensor) -> bool:
+    """Return whether a matrix A lies [E, X, R]. Ranks are below all sizes of the base, so shapes are unambiguous."""
+    return down.shape[2] < down.shape[1]
+
+
+def base_of(layer: str) -> str:
+    """Return the parameter that an adapter of this name changes. Example: experts.down_adapter → experts.down_proj"""
+    return f"{layer.removesuffix(SUFFIX)}_proj" if layer.endswith(SUFFIX) else f"{layer}.weight"
