@@ -52,6 +52,13 @@ class ExpertsAdapter(nn.Module, BaseTunerLayer):
         self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
         self.scaling: dict[str, float] = {}
 
+    @property
+    def weight(self) -> Tensor:
+        """PEFT's layers have their base's; this one has none."""
+        raise AttributeError("weight")
+
+    bias = weight
+
     def add(self, name: str, rank: int, scaling: float, like: Tensor, *, gaussian: bool = False) -> None:
         """Add an adapter whose A is drawn as PEFT draws it, and whose B is 0."""
         count, outputs, inputs, transposed = self._sizes

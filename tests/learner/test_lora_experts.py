@@ -21,6 +21,7 @@ from lockstep.export.export import export
 from lockstep.learner.adapter_files import Base, read_adapter, save_adapter, saved_tensors
 from lockstep.learner.adapter_set import AdapterSet
 from lockstep.learner.adapters import as_reference, attach
+from lockstep.learner.lora_experts import ExpertsAdapter
 from lockstep.learner.merge import base_names, merged_weights
 from lockstep.loops.start import resume_run
 from lockstep.models import exact
@@ -70,6 +71,8 @@ def test_it_begins_as_the_base_and_can_be_switched_off(family: str) -> None:
         near(logprobs_of(model, IDS), logprobs_of(base, IDS))
     matrices = [p for n, p in model.named_parameters() if "_adapter.lora_" in n]
     assert len(matrices) == 2 * 2 * 2
+    modules = [module for module in model.modules() if isinstance(module, ExpertsAdapter)]
+    assert not any(hasattr(module, name) for module in modules for name in ("weight", "bias"))
     assert all(p.requires_grad and p.ndim == 3 for p in matrices)
 
 
@@ -150,6 +153,7 @@ def test_the_engine_samples_from_it(family: str) -> None:
 def test_runs_on_packed_and_dense_experts_are_one_and_resume_to_the_bit(tmp_path: Path) -> None:
     write_mxfp4_model(tmp_path / "model")
     asked = (*LORA, NO_EVAL, "adapter.targets=attention", "adapter.expert_rank=2", "save.every=1")
+    asked += ("update.recompute=selective", "update.replay_routing=true")  # which look at all modules
     runs = [
         trained(tmp_path / b, tmp_path / "model", *asked, f"adapter.base={b}", "steps=2") for b in ("full", "mxfp4")
     ]
