@@ -57,6 +57,13 @@ def gate_up_tile(each: float) -> ExpertTile:
     return ExpertTile(128, 128, 64, 8, 4) if each <= 128 else ExpertTile(128, 64, 64, 8, 3)
 
 
+def adapted_rows(each: float) -> float:
+    """Return the number of rows whose tile of `gate_up` is fast with an adapter: those of the largest tile would not have room for
+    its product, and took three times as long.
+    """
+    return min(each, 40) if each <= 128 else each
+
+
 def product_tile(each: float) -> ExpertTile:
     """Return a fast tile of `product`."""
     if each <= 8:
@@ -303,7 +310,8 @@ def gate_up(
         return packed_gate_up(
             x_TH, weight_EOX, bias_EO, rows, activation.limit, activation.alpha, low, _precision(x_TH)
         )
-    x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
+    x_TH, inner = x_TH.contiguous(), weight_EOX.shape[1] // 2
+    tile = gate_up_tile(rows.each if low is None else adapted_rows(rows.each))
     tile = _fitted(tile, 2 * tile.columns, x_TH.element_size(), x_TH.device)
     boxes = None if activation.paired else _boxes(weight_EOX, tile)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
