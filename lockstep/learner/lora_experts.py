@@ -26,7 +26,7 @@ from lockstep.models.low_rank import ADAPTERS, LowRank, is_transposed, sizes_of
 from lockstep.numerics.experts import mix
 
 TARGETS = tuple(f"experts.{parameter}" for parameter in sorted(ADAPTERS))
-"""What adapter_config.json has as `target_parameters`."""
+"""Value of `target_parameters` in adapter_config.json."""
 _FILES = {
     f".experts.{ADAPTERS['gate_up_proj']}.": ".experts.base_layer.",
     f".experts.{ADAPTERS['down_proj']}.": ".experts.",

@@ -58,9 +58,7 @@ def gate_up_tile(each: float) -> ExpertTile:
 
 
 def adapted_rows(each: float) -> float:
-    """Return the number of rows whose tile of `gate_up` is fast with an adapter: those of the largest tile would not have room for
-    its product, and took three times as long.
-    """
+    """Return the number of rows whose tile of `gate_up` is fast with an adapter: the largest tile has no room for its product."""
     return min(each, 40) if each <= 128 else each
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tempfile
 from pathlib import Path
@@ -14,8 +15,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lockstep.config.adapter import Lora
 from lockstep.errors import LockstepError, ModelError
 from lockstep.learner.adapter_targets import choose_targets
+from lockstep.learner.adapters import attach
+from lockstep.learner.merge import merged_weights
 from lockstep.models.decoder import even_heads
 from lockstep.models.gguf_facts import FAMILIES as GGUF
 from lockstep.models.load import quiet
@@ -31,8 +35,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end of families -->)", re.DOTALL)
 _REFUSED = re.compile(r"(?<=<!-- refused -->\n).*?(?=<!-- end of refused -->)", re.DOTALL)
 HEAD = (
-    "| family | what it has | learner and engine | decoding fused | adapters, auto | folder, GGUF | vLLM | replay |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+    "| family | what it has | learner and engine | decoding fused | adapters, auto | on experts | folder, GGUF "
+    "| vLLM | replay |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
 )
 IDS = torch.arange(3, 30)[None]
 
@@ -64,6 +69,7 @@ def row(family: str) -> str:
         f"within {next((f'1e-{n}' for n in (5, 4) if gap <= 10.0**-n), '3e-4')}",
         "yes" if model.config.get_text_config().model_type in FUSED else "no",
         ", ".join(targets),
+        _adapted(small) if experts else "–",
         f"{_saved(small)}{', yes' if model.config.model_type in GGUF else ', no'}",
         "refused" if (experts and family not in MIXTURES) or even_heads(small) == (0, 0) else "by name",
         _replayed(small) if experts else "–",
@@ -99,6 +105,23 @@ def _saved(small: Any) -> str:
             return "no"
         same = torch.equal(small(IDS, use_cache=False).logits, again(IDS, use_cache=False).logits)
     return "yes" if same else "no"
+
+
+@torch.no_grad()
+def _adapted(small: Any) -> str:
+    """Whether experts may have adapters, and the model with these merged into its weights says the same."""
+    merged: Any = copy.deepcopy(small)
+    try:
+        model = attach(copy.deepcopy(small), Lora(rank=2, expert_rank=2), 0)
+    except ModelError:
+        return "no"
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.3)
+    merged.load_state_dict(dict(merged_weights(model)), strict=False)
+    said = [one(IDS, use_cache=False).logits for one in (model, merged, small)]
+    assert float((said[0] - said[2]).abs().max()) > 1e-3, "the adapters changed nothing"
+    return "yes" if torch.allclose(said[0], said[1], atol=1e-4, rtol=1e-4) else "no"
 
 
 @torch.no_grad()
