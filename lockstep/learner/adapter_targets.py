@@ -45,7 +45,8 @@ def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
             layers = tuple(name for name in linear if in_attention(name))
             if targets == "auto":
                 notes = (
-                    f"the model has {experts} experts per layer: adapters go on attention alone (adapter.targets: auto)",
+                    f"the model has {experts} experts per layer: of its linear layers those of attention get adapters "
+                    "(adapter.targets: auto)",
                 )
         case "all-linear":
             layers = tuple(linear)

@@ -63,4 +63,5 @@ def is_transposed(down: Tensor) -> bool:
 
 def base_of(layer: str) -> str:
     """Return the parameter that an adapter of this name changes. Example: experts.down_adapter → experts.down_proj"""
-    return f"{layer.removesuffix(SUFFIX)}_proj" if layer.endswith(SUFFIX) else f"{layer}.weight"
+    ours = layer.endswith(tuple(f".experts.{name}" for name in ADAPTERS.values()))
+    return f"{layer.removesuffix(SUFFIX)}_proj" if ours else f"{layer}.weight"

@@ -227,12 +227,15 @@ def optimizer_terms(inputs: MemoryInputs) -> tuple[Term, ...]:
 
 
 def sync_terms(inputs: MemoryInputs) -> tuple[Term, ...]:
-    """Fingerprints; for an engine that is sent merged weights, one matrix of those in fp32."""
+    """Fingerprints; for an engine that is sent merged weights, one matrix of those in fp32, and one stack of experts."""
     proof = Term("fingerprints", PROOF_BYTES[inputs.device])
     if not (inputs.added and inputs.engine == "vllm"):
         return (proof,)
     largest = max((linear.parameters for linear in inputs.shape.linears), default=0)
-    return proof, Term("merged matrix", (2 * FP32 + inputs.element) * largest)
+    experts = (
+        inputs.shape.experts * 2 * inputs.shape.hidden * inputs.shape.intermediate * (inputs.layers.expert_rank > 0)
+    )
+    return proof, Term("merged matrix", (2 * FP32 + inputs.element) * largest + inputs.element * experts)
 
 
 def offloaded_host_bytes(inputs: MemoryInputs) -> float:

@@ -158,7 +158,9 @@ def test_a_mixture_of_experts_gets_adapters_on_attention(family: str) -> None:
     model = adapted(family=family)
     parts = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained(model)}
     assert parts == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert "the model has 4 experts per layer: adapters go on attention alone" in describe(Lora(), model)
+    assert "the model has 4 experts per layer: of its linear layers those of attention get adapters" in describe(
+        Lora(), model
+    )
 
 
 def test_adapters_elsewhere_in_a_mixture_are_warned_of() -> None:
