@@ -26,6 +26,7 @@ ROLLOUT = ("numerics.rollout=nvfp4-w4a4",)
 SPARED = (*W4A4, "numerics.exclude=[experts]")
 VLLM = ("rollout.engine=vllm", "device=auto", "rollout.slots=auto")
 LORA, GATE = ("adapter.kind=lora",), ("adapter.kind=lora", "adapter.targets=[gate_proj]")
+EXPERTS, WIDE = (f"adapter={{kind: lora, expert_rank: {rank}}}" for rank in (4, 32))
 MXFP4: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "vocab_size_per_layer_input": 300,
@@ -71,6 +72,10 @@ PAIRS: list[tuple[str, tuple[str, ...], str, str]] = [
     *((name, SPARED, "", "") for name in ("qwen3_moe", "qwen3_next")),
     *((name, W4A4, "", "") for name in ("llama", "qwen3_5_text", "gemma4_text")),
     ("mixtral", GATE, "adapter", "'gate_proj' names no linear layer"),
+    *((name, (EXPERTS,), "", "") for name in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gpt_oss+mxfp4")),
+    *((name, (*VLLM, EXPERTS), "", "") for name in ("qwen3_moe", "gpt_oss")),
+    *((name, (EXPERTS,), "adapter", "has no experts") for name in ("llama", "qwen3_5_text")),
+    ("qwen3_moe", (WIDE,), "adapter", "rank 32 is not below 32, the smallest size of the experts' matrices"),
     *((name, VLLM, "serving", OWN) for name in ("mixtral", "qwen3_next")),
     *((name, VLLM, "", "") for name in ("qwen3_moe", "gpt_oss")),
     ("qwen3_moe", (*VLLM, *ROLLOUT), "serving", "vLLM does not quantise experts"),
