@@ -42,20 +42,20 @@ def activated(gate, up, PAIRED: tl.constexpr, limit, alpha):
 
 
 @triton.jit
-def low_rank(
-    low_ptr, up_ptr, row, there, output, inside, expert, rank, by_expert, by_output, by_rank, RANK: tl.constexpr,
-    SIDE: tl.constexpr, PRECISION: tl.constexpr,
+def add_low_rank(
+    total, kind: tl.constexpr, low_ptr, up_ptr, row, there, output, inside, expert, rank, by_expert, by_output, by_rank,
+    RANK: tl.constexpr, SIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of an adapter times the up matrix of their expert, [ROWS, COLUMNS] in fp32; the other way round if SIDE."""
+    """Add rows of an adapter times the up matrix of their expert to a product, [ROWS, COLUMNS], or the other way round if SIDE:
+    both are rounded to `kind` before, and so is the sum, which is returned in fp32.
+    """
     place = tl.arange(0, RANK)
     low_at = low_ptr + row.to(tl.int64)[:, None] * rank + place[None, :]
     low = tl.load(low_at, mask=there & (place < rank)[None, :], other=0.0)
     up_at = up_ptr + expert.to(tl.int64) * by_expert + place[:, None] * by_rank + output[None, :] * by_output
     up = tl.load(up_at, mask=(place < rank)[:, None] & inside[None, :], other=0.0)
-    if SIDE:
-        return tl.dot(up.T, low.T, input_precision=PRECISION)
-    else:
-        return tl.dot(low, up, input_precision=PRECISION)
+    added = tl.dot(up.T, low.T, input_precision=PRECISION) if SIDE else tl.dot(low, up, input_precision=PRECISION)
+    return (total.to(kind).to(tl.float32) + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
 
 
 @triton.jit

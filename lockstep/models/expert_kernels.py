@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.device import shared_memory, since_hopper
-from lockstep.models.activation_kernels import Activation, activated, low_rank
+from lockstep.models.activation_kernels import Activation, activated, add_low_rank
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import Low, packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
@@ -148,29 +148,11 @@ def _gate_up_rows(
     kind = out_ptr.dtype.element_ty
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
     if RANK:
-        added = low_rank(
-            low_ptr,
-            up_ptr,
-            row,
-            there,
-            both,
-            output,
-            expert,
-            rank,
-            up_expert,
-            up_output,
-            up_rank,
-            RANK,
-            SIDE,
-            PRECISION,
-        )
-        gate = (gate + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        given = low_ptr, up_ptr, row, there
+        sizes = expert, rank, up_expert, up_output, up_rank
+        gate = add_low_rank(gate, kind, *given, both, output, *sizes, RANK, SIDE, PRECISION)
         if not PAIRED:
-            added = low_rank(
-                low_ptr, up_ptr, row, there, inner + both, output, expert, rank, up_expert, up_output, up_rank, RANK, SIDE,
-                PRECISION,
-            )  # fmt: skip
-            up = (up + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            up = add_low_rank(up, kind, *given, inner + both, output, *sizes, RANK, SIDE, PRECISION)
     if SIDE:
         gate, up = gate.T, up.T
     if PAIRED:
@@ -239,23 +221,10 @@ def _product_rows(
     if SCALED:
         total = total.to(kind).to(tl.float32) * scaling
     if RANK:
-        added = low_rank(
-            low_ptr,
-            up_ptr,
-            row,
-            there,
-            column,
-            output,
-            expert,
-            rank,
-            up_expert,
-            up_output,
-            up_rank,
-            RANK,
-            SIDE,
+        total = add_low_rank(
+            total, kind, low_ptr, up_ptr, row, there, column, output, expert, rank, up_expert, up_output, up_rank, RANK, SIDE,
             PRECISION,
-        )
-        total = total.to(kind).to(tl.float32) + added.to(kind).to(tl.float32)
+        )  # fmt: skip
     out = total.to(kind)
     tl.store(place, out.T if SIDE else out, mask=mask)
 

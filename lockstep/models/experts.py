@@ -122,11 +122,8 @@ class _Mixture(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """`adapters`: the matrices that gradients go to, A and B of the first product and of the second; then the experts."""
         *low_rank, experts = adapters
-        rows, (first, second), (adapter, down_adapter) = (
-            sort_rows(index_TK, experts.experts),
-            experts.used,
-            experts.adapters,
-        )
+        rows = sort_rows(index_TK, experts.experts)
+        (first, second), (adapter, down_adapter) = experts.used, experts.adapters
         token_R, activation = _tokens(rows), experts.activation
         gate_up_EOX, down_EOX = _matrices(first, gate_up_EOX), _matrices(second, down_EOX)
         low_RL = down_low_RL = None
@@ -149,14 +146,11 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO, low_RL, down_low_RL = ctx.saved_tensors[
-            :-4
-        ]
-        a_ELX, b_EOL, down_a_ELX, down_b_EOL = ctx.saved_tensors[-4:]
+        *kept, a_ELX, b_EOL, down_a_ELX, down_b_EOL = ctx.saved_tensors
+        x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO, low_RL, down_low_RL = kept
         gate_up_EOX, down_EOX = (packed or dense for packed, dense in zip(ctx.packed, matrices, strict=True))
-        rows, need, activation, (first, second) = (
-            ctx.rows, ctx.needs_input_grad, ctx.experts.activation, ctx.experts.used,
-        )  # fmt: skip
+        rows, need, experts = ctx.rows, ctx.needs_input_grad, ctx.experts
+        activation, (first, second) = experts.activation, experts.used
         token_R, grad_TH = _tokens(rows), grads[0].contiguous()
         factor_R1 = weight_TK.reshape(-1)[rows.order_R, None].to(grad_TH.dtype)
         grad_RH = grad_TH[token_R]
@@ -164,7 +158,7 @@ class _Mixture(torch.autograd.Function):
         low_grads: tuple[Tensor | None, Tensor | None] = (None, None)
         down_low_grads = low_grads
         if down_low_RL is not None:
-            scaling = ctx.experts.adapters[1].scaling
+            scaling = experts.adapters[1].scaling
             low_grad_RL = _grouped(grad_RH, down_b_EOL.transpose(1, 2), rows) * scaling
             inner_grad_RI = own_grad_RI + _grouped(low_grad_RL, down_a_ELX.transpose(1, 2), rows)
             inner_RI = activate(both_RO, bias_EO, rows, activation)
@@ -180,7 +174,7 @@ class _Mixture(torch.autograd.Function):
             share_TK = share_TK + (grad_TH @ down_bias_EO.T).gather(1, index_TK)
         x_grad_RH = _grouped(both_grad_RO, _dense(gate_up_EOX, x_TH).transpose(1, 2), rows) if need[0] else None
         if low_RL is not None:
-            low_grad_RL = _grouped(both_grad_RO, b_EOL.transpose(1, 2), rows) * ctx.experts.adapters[0].scaling
+            low_grad_RL = _grouped(both_grad_RO, b_EOL.transpose(1, 2), rows) * experts.adapters[0].scaling
             if x_grad_RH is not None:
                 x_grad_RH += _grouped(low_grad_RL, a_ELX.transpose(1, 2), rows)
             low_grads = _pair(low_grad_RL, x_TH[token_R], both_grad_RO, low_RL, rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.device import since_hopper
 from lockstep.models import exact
-from lockstep.models.activation_kernels import activated, low_rank
+from lockstep.models.activation_kernels import activated, add_low_rank
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
@@ -129,23 +129,10 @@ def _gate_up_kernel(
     bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
     total = total.to(kind).to(tl.float32)
     if RANK:
-        added = low_rank(
-            low_ptr,
-            up_ptr,
-            row,
-            there,
-            both,
-            both >= 0,
-            expert,
-            rank,
-            up_expert,
-            up_output,
-            up_rank,
-            RANK,
-            False,
+        total = add_low_rank(
+            total, kind, low_ptr, up_ptr, row, there, both, both >= 0, expert, rank, up_expert, up_output, up_rank, RANK, False,
             PRECISION,
-        )
-        total = (total + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        )  # fmt: skip
     total = (total + bias[None, :]).to(kind).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, True, limit, alpha)
@@ -189,11 +176,10 @@ def _product_kernel(
         block_at += DEPTH // 2
         scale = following
     if RANK:
-        added = low_rank(
-            low_ptr, up_ptr, row, there, column, column < outputs, expert, rank, up_expert, up_output, up_rank, RANK, False,
-            PRECISION,
+        total = add_low_rank(
+            total, kind, low_ptr, up_ptr, row, there, column, column < outputs, expert, rank, up_expert, up_output, up_rank,
+            RANK, False, PRECISION,
         )  # fmt: skip
-        total = total.to(kind).to(tl.float32) + added.to(kind).to(tl.float32)
     mask = there & (column < outputs)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(place, total.to(kind), mask=mask)

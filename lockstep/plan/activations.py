@@ -153,7 +153,7 @@ def _forward(shape: ModelShape, layers: Layers) -> float:
     inner = layers.element * shape.intermediate * max(1, shape.experts_per_token)
     attention = hidden + (3 if layers.fused else 4) * query + 2 * key
     norm = 0.0 if layers.fused else hidden + 2 * FP32 * shape.hidden
-    copies = (_grouped(shape, layers)) + (layers.expert_rank > 0)  # what adapters add is a tensor of its own
+    copies = _grouped(shape, layers) + (layers.expert_rank > 0)  # what adapters add is a tensor of its own
     mlp = 2 * hidden + 3 * inner + copies * _copies(shape, layers)
     return STREAM + _rotary(shape, layers) + 2 * hidden + max(attention, norm, mlp)
 
