@@ -287,8 +287,11 @@ def test_long_whole_numbers_in_json() -> None:
     assert read_tests(text) == read_tests([{"function": "f", "expected": -value}])
 
 
-def test_installed_packages_cannot_be_imported(code: Code) -> None:
-    """Neither those of this environment nor those of the interpreter that it was made from, nor the system's or the user's."""
+def test_installed_packages_cannot_be_imported() -> None:
+    """Neither those of this environment nor those of the interpreter that it was made from, nor the system's or the user's.
+
+    The program reads every folder of the machine that it may see, which takes long where their names are not in memory.
+    """
     program = """
 import os, sys
 def f():
@@ -300,7 +303,8 @@ def f():
     except ImportError:
         return found
 """
-    grade = graded(code, [{"function": "f", "args": [], "expected": []}], program)
+    with built(cpu_seconds=120, wall_seconds=240) as code:
+        grade = graded(code, [{"function": "f", "args": [], "expected": []}], program)
     assert grade.reward == 1, grade
 
 
