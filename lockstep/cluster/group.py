@@ -269,10 +269,8 @@ class GroupSync:
         """Give the engines the learner's version and prove it. Raises SyncError naming tensors and ranks."""
         start = time.perf_counter()
         engine.load(iter(()), learner.version)
-        if self._samplers is not None:
-            self._samplers.feed(learner.version)
-        found = self._workers.call("push")
-        proof = self._proof(found, [] if self._samplers is None else self._samplers.fed())
+        samplers, version = self._samplers, learner.version
+        proof = self._proof(*(samplers.feed(version) if samplers is not None else (self._workers.call("push"), [])))
         return replace(proof, seconds=time.perf_counter() - start)
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:

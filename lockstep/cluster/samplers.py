@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.cluster.process_workers import CHANNEL, LOST, Failure, ProcessWorkers, Workers
+from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.wire import GIVEN, WEIGHTS
 from lockstep.errors import DEFECT, SyncError
 from lockstep.sync.fingerprint import Fingerprints
@@ -51,40 +52,51 @@ class Samplers(Workers):
             where = f"rank {self.ranks[rank]}, which replaces a lost worker"
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
 
-    def feed(self, version: int) -> None:
-        """Send the trainers' weights to all, which begin to become this version. Raises the first error."""
-        fed = False
-        while not fed:  # again if one was lost and replaced meanwhile
-            if not self._joined:
-                meet = str(self.folder / f"{CHANNEL}_{secrets.token_hex(8)}")  # NCCL reads it in the first transfer
-                layouts = self._together("join", meet)
-                if len(set(layouts)) > 1:
-                    what = "trainers and samplers disagree on which tensors are trained"
-                    raise SyncError(what, where="placement", fix=DEFECT)
-                self._joined = bool(layouts)
-            fed = self._joined and bool(self._together("exchange"))
-        self._version = version
-        self.start(range(self.size), "take", version)
+    def feed(self, version: int) -> tuple[list[RankProof], list[Fingerprints]]:
+        """Send the trainers' weights to all, which become this version; returns the trainers' proofs, and fingerprints of what
+        each samples with. A worker goes on to its proof when it has sent or received. Raises the first error.
+        """
+        proofs: list[RankProof] = []
+        while True:  # again if one was lost and replaced meanwhile
+            if self._joined or self._join():
+                made = ("held",) if proofs else ("push",)
+                found = self._together((("exchange",), ("exchange",)), (made, ("take", version)))
+                ours = [found[rank][-1] for rank in self._trainers.ranks]
+                proofs = ours if all(isinstance(one, RankProof) for one in ours) else proofs
+                if self._joined:
+                    self._version = version
+                    return proofs, [found[rank][-1] for rank in self.ranks]
 
-    def fed(self) -> list[Fingerprints]:
-        """Return fingerprints of what each samples with, once it has become the version."""
-        return self.collect(range(self.size), "take", self._version)
+    def _join(self) -> bool:
+        """Open channels from the trainers to all; returns False if a sampler was lost."""
+        meet, self._joined = str(self.folder / f"{CHANNEL}_{secrets.token_hex(8)}"), True
+        layouts = self._together((("join", meet), ("join", meet)))  # NCCL reads the file in the first transfer
+        if self._joined and len({one for (one,) in layouts.values()}) > 1:
+            what = "trainers and samplers disagree on which tensors are trained"
+            raise SyncError(what, where="placement", fix=DEFECT)
+        return self._joined
 
-    def _together(self, method: str, *arguments: Any) -> list[Any]:
-        """Have trainers and samplers do what takes both; [] if a sampler was lost, which fails the others' part, too."""
-        waiting = {*self._trainers.ranks, *self.ranks}
-        self.processes.start(list(waiting), method, *arguments)
-        found: dict[int, Any] = {}
-        while waiting:
-            found |= self.processes.results(self.processes.timeout, waiting, raises=False)
-            waiting -= found.keys()
-        lost = [rank for rank, one in found.items() if one is LOST]
-        failed = {rank: one for rank, one in found.items() if isinstance(one, Failure)}
+    def _together(self, *calls: tuple[tuple[Any, ...], tuple[Any, ...]]) -> dict[int, list[Any]]:
+        """Have trainers and samplers make calls, the first and the second of each pair; returns the results by rank.
+
+        A sampler that is lost, which fails the others' part, too, is replaced, and then all must join again.
+        """
+        found = {rank: list[Any]() for rank in (*self._trainers.ranks, *self.ranks)}
+        failed, methods = dict[int, Failure](), dict[int, str]()
+        for ours, theirs in calls:
+            self._trainers.start(range(self._trainers.size), *ours)
+            self.start(range(self.size), *theirs)
+        while waiting := [rank for rank, one in found.items() if len(one) < len(calls) and LOST not in one]:
+            for rank, result in self.processes.results(self.processes.timeout, waiting, raises=False).items():
+                if isinstance(result, Failure) and rank not in failed:
+                    failed[rank], methods[rank] = result, calls[len(found[rank])][rank in self.ranks][0]
+                found[rank].append(result)
+        lost = [rank for rank, one in found.items() if LOST in one]
         if failed and not lost:
-            raise self.processes.failed(failed, dict.fromkeys(failed, method))
+            raise self.processes.failed(failed, methods)
         for rank in lost:
             self.revive(self.ranks.index(rank))
-        return [] if lost else list(found.values())
+        return found
 
     def require_same_scores(self) -> None:
         """Compare each engine's log-probabilities of the probe with the learner's. Raises SyncError."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class _Contents:
 
 def _contents(model: nn.Module) -> _Contents:
     """Collect it in one walk over the modules, which for a model with adapters takes longer than all else at a sync."""
-    adapters: set[str] = set(getattr(model, "peft_config", ()))
+    adapters = frozenset[str](getattr(model, "peft_config", ()))
     active = active_adapter(model) if adapters else None
     found = _Contents([], {}, active or "")
     seen: set[int] = set()
@@ -122,15 +123,21 @@ def _contents(model: nn.Module) -> _Contents:
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            name = f"{path}.{key}" if path else key
-            owner = next((part for part in name.split(".") if part in adapters), None) if adapters else None
+            owner, name = _named(f"{path}.{key}" if path else key, adapters)
             # A method's own buffers are made again from its seed or the base (VeRA, DeLoRA).
             if owner is None or (owner == active and key in module._parameters):
-                found.tensors.append((clean_name(name, owner or "default") if adapters else name, tensor))
+                found.tensors.append((name, tensor))
         scaling: Any = getattr(module, "scaling", None) if active and "lora_A" in module._modules else None
         if scaling is not None and active in scaling:
             found.scalings[clean_name(path)] = scaling
     return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _named(name: str, adapters: frozenset[str]) -> tuple[str | None, str]:
+    """Return the adapter that a tensor belongs to, None for the model's own, and the checkpoint's name of it."""
+    owner = next((part for part in name.split(".") if part in adapters), None) if adapters else None
+    return owner, clean_name(name, owner or "default") if adapters else name
 
 
 def _copy(name: str, own: Tensor, tensor: Tensor) -> None:

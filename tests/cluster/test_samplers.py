@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.cluster.sampler import TOGETHER, Sampler
+from lockstep.cluster.process_workers import LOST, Failure, Workers
+from lockstep.cluster.sampler import TOGETHER, RankProof, Sampler
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
 from lockstep.types import Completion, FinishReason, Forward, Request, Sampling
 
+PROOF: RankProof = RankProof(*[cast(Any, None)] * 4)
+
 
 class Dying:
-    """Processes of which the sampler's dies once, in one method."""
+    """Processes of which the sampler's dies once, in one method; the trainer's part of a transfer then fails."""
 
     timeout = 1.0
 
     def __init__(self, folder: Path, dies_in: str) -> None:
         self.folder, self.dies_in = folder, dies_in
         self.calls: list[str] = []
+        self.trainer_calls: list[str] = []
         self.replaced = 0
         self._asked: dict[int, deque[str]] = defaultdict(deque)
 
@@ -34,18 +37,27 @@ class Dying:
         for rank in ranks:
             self._asked[rank].append(method)
 
-    def results(self, seconds: float, ranks: Collection[int]) -> dict[int, Any]:
+    def results(self, seconds: float, ranks: Collection[int], *, raises: bool = True) -> dict[int, Any]:
         return {rank: self._result(rank, self._asked[rank].popleft()) for rank in ranks}
 
     def _result(self, rank: int, method: str) -> object:
         if rank == 0:
+            self.trainer_calls.append(method)
             if method == "write_weights":
                 (self.folder / WEIGHTS).write_text("weights")
-            return {"probe": ([(3, 4)], 0.0), "learner.logprobs": [(-0.5,)]}.get(method, "weights")
+            if method == self.dies_in == "exchange":
+                return Failure("", "the other end has closed", "", "", 0.0)
+            found = {"probe": ([(3, 4)], 0.0), "learner.logprobs": [(-0.5,)], "push": PROOF, "join": "layout"}
+            return found.get(method, "weights")
         self.calls.append(method)
         if method == self.dies_in:
             self.dies_in = ""
+            self._asked[rank].clear()
             return LOST
+        if method == "join":
+            return "layout"
+        if method == "take" and self.calls[-2:-1] == ["exchange"]:
+            return "weights"
         if method == "engine.score":
             return [(-0.5,)]
         return (self.folder / GIVEN).read_text() if method in ("build", "take") else None
@@ -70,6 +82,17 @@ def test_a_worker_that_dies_in_the_probe_is_replaced_and_scores_again(tmp_path: 
     samplers.require_same_scores()
     assert processes.calls == ["engine.score", "build", "take", "engine.score"]
     assert processes.replaced == 1
+
+
+@pytest.mark.parametrize(("dies_in", "sent"), [("", 1), ("join", 1), ("exchange", 2), ("take", 2)])
+def test_weights_are_sent_again_if_a_sampler_dies_meanwhile_and_the_trainers_make_one_proof(
+    tmp_path: Path, dies_in: str, sent: int
+) -> None:
+    processes: Any = Dying(tmp_path, dies_in)
+    samplers = Samplers(processes, range(1, 2), Workers(processes, range(1)), "{}")
+    assert samplers.feed(7) == ([PROOF], ["weights"])
+    assert processes.replaced == bool(dies_in)
+    assert [processes.trainer_calls.count(method) for method in ("push", "exchange")] == [1, sent]
 
 
 class Finished:

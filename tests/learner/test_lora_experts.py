@@ -21,11 +21,14 @@ from lockstep.export.export import export
 from lockstep.learner.adapter_files import Base, read_adapter, save_adapter, saved_tensors
 from lockstep.learner.adapter_set import AdapterSet
 from lockstep.learner.adapters import as_reference, attach
-from lockstep.learner.lora_experts import ExpertsAdapter
+from lockstep.learner.lora_experts import ExpertsAdapter, attach_to_experts
 from lockstep.learner.merge import base_names, merged_weights
 from lockstep.loops.start import resume_run
 from lockstep.models import exact
+from lockstep.models.mxfp4 import Packed
+from lockstep.models.mxfp4_experts import Mxfp4Experts
 from lockstep.models.weights import frozen_names, named_weights
+from lockstep.numerics.experts import mix
 from lockstep.plan.refusals import refusals
 from lockstep.scoring.targets import find_target
 from lockstep.sync.merged import merged_names
@@ -34,7 +37,7 @@ from lockstep.types import Sampling
 from tests.learner.models import logprobs_of, plain, tokens, twin
 from tests.loops.runs import LORA, NO_EVAL, trained, weights
 from tests.loops.test_resume import stopped
-from tests.models.mxfp4_files import write_mxfp4_model
+from tests.models.mxfp4_files import random_blocks, write_mxfp4_model
 from tests.rollout.engines import engine_over, finish, request
 
 FAMILIES = ("qwen3-moe", "gpt-oss")
@@ -194,36 +197,55 @@ def test_it_is_refused_before_anything_loads(tiny_model_dir: Path, tmp_path: Pat
     assert "has no experts" in found.what
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
-@pytest.mark.parametrize("rank", [8, 16, 32])
-@pytest.mark.parametrize("count", [1, 9, 40, 300, 3000])
-def test_decoding_has_the_bits_of_training_on_a_gpu(family: str, rank: int, count: int) -> None:
+def experts_with_adapters(family: str, rank: int, device: str, size: int) -> Any:
+    """Random experts in bf16 with adapters: those of a family, or gpt-oss's in MXFP4. `size`: width of an expert."""
     from transformers import GptOssConfig, Qwen3MoeConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    from lockstep.learner.lora_experts import attach_to_experts
-    from lockstep.models.experts import Experts
-
-    torch.manual_seed(count)
-    module: nn.Module = (
-        GptOssExperts(GptOssConfig(hidden_size=2880, intermediate_size=352, num_local_experts=8))
-        if family == "gpt-oss"
-        else Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=8))
-    )
-    module = module.cuda().bfloat16()
+    module: Any = (
+        Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=size, num_experts=8))
+        if family == "qwen3-moe"
+        else GptOssExperts(GptOssConfig(hidden_size=2880, intermediate_size=size, num_local_experts=8))
+    ).to(device, torch.bfloat16)
+    if family == "mxfp4":
+        shapes = [tuple(one.shape) for one in (module.gate_up_proj, module.down_proj)]
+        module = Mxfp4Experts(module, *(Packed(*(half.to(device) for half in random_blocks(one))) for one in shapes))
     attach_to_experts(nn.ModuleDict({"mlp": nn.ModuleDict({"experts": module})}), "default", rank, 0.7)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.03)
-    hidden = 2880 if family == "gpt-oss" else 2048
-    x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
-    index = torch.stack([torch.randperm(8, device="cuda")[:2] for _ in range(count)])
-    weight = torch.rand(count, 2, device="cuda", dtype=torch.bfloat16)
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.03)
+    return module
+
+
+def bits_and_values(family: str, rank: int, count: int, device: str, size: int) -> None:
+    """Check that decoding and training of `count` tokens have the same bits, and the values and gradients of a loop."""
+    from lockstep.models.experts import Experts
+
+    torch.manual_seed(count)
+    module = experts_with_adapters(family, rank, device, size)
+    x = torch.randn(count, 2048 if family == "qwen3-moe" else 2880, device=device, dtype=torch.bfloat16)
+    index = torch.stack([torch.randperm(8, device=device)[:2] for _ in range(count)])
+    weight = torch.rand(count, 2, device=device, dtype=torch.bfloat16)
     experts = Experts.of(module)
     assert experts is not None
     with exact.on_trial(), torch.no_grad():
         decoded = experts.unsummed(x, index, weight).summed()
+    learnt = [x.requires_grad_(), *(p for name, p in module.named_parameters() if "lora_" in name)]
+    assert len(learnt) == 5
     with exact.on_trial():
-        assert torch.equal(experts(x.requires_grad_(), index, weight), decoded)
+        trained = experts(x, index, weight)
+    assert torch.equal(trained, decoded)
+    looped = mix(module, None, (None, None), x, index, weight)
+    ours, theirs = ((out, *torch.autograd.grad(out.float().square().sum(), learnt)) for out in (trained, looped))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).float().norm() <= 0.03 * other.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "mxfp4"])
+@pytest.mark.parametrize("rank", [8, 16, 32])
+@pytest.mark.parametrize("count", [1, 9, 40, 300, 3000])
+def test_decoding_has_the_bits_of_training_on_a_gpu(family: str, rank: int, count: int) -> None:
+    bits_and_values(family, rank, count, "cuda", 768 if family == "qwen3-moe" else 352)
