@@ -269,9 +269,8 @@ class GroupSync:
         """Give the engines the learner's version and prove it. Raises SyncError naming tensors and ranks."""
         start = time.perf_counter()
         engine.load(iter(()), learner.version)
-        samplers, version = self._samplers, learner.version
-        proof = self._proof(*(samplers.feed(version) if samplers is not None else (self._workers.call("push"), [])))
-        return replace(proof, seconds=time.perf_counter() - start)
+        found, held = self._samplers.feed(learner.version) if self._samplers else (self._workers.call("push"), [])
+        return replace(self._proof(found, held), seconds=time.perf_counter() - start)
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything. Raises SyncError."""

@@ -59,8 +59,8 @@ class Samplers(Workers):
         proofs: list[RankProof] = []
         while True:  # again if one was lost and replaced meanwhile
             if self._joined or self._join():
-                made = ("held",) if proofs else ("push",)
-                found = self._together((("exchange",), ("exchange",)), (made, ("take", version)))
+                method = "held" if proofs else "push"  # pushes are counted: some have a probe
+                found = self._together((("exchange",), ("exchange",)), ((method,), ("take", version)))
                 ours = [found[rank][-1] for rank in self._trainers.ranks]
                 proofs = ours if all(isinstance(one, RankProof) for one in ours) else proofs
                 if self._joined:
@@ -69,8 +69,9 @@ class Samplers(Workers):
 
     def _join(self) -> bool:
         """Open channels from the trainers to all; returns False if a sampler was lost."""
-        meet, self._joined = str(self.folder / f"{CHANNEL}_{secrets.token_hex(8)}"), True
-        layouts = self._together((("join", meet), ("join", meet)))  # NCCL reads the file in the first transfer
+        meet = str(self.folder / f"{CHANNEL}_{secrets.token_hex(8)}")  # NCCL reads it in the first transfer
+        self._joined = True  # unless `revive` says otherwise
+        layouts = self._together((("join", meet), ("join", meet)))
         if self._joined and len({one for (one,) in layouts.values()}) > 1:
             what = "trainers and samplers disagree on which tensors are trained"
             raise SyncError(what, where="placement", fix=DEFECT)
