@@ -27,7 +27,7 @@ from lockstep.config.algorithm import (
     WhitenedAdvantage,
 )
 from lockstep.errors import LearnerError
-from lockstep.types import TrainSequence
+from lockstep.types import TrainSequence, count_trained
 
 OfGroup: TypeAlias = Callable[[Sequence[float | None]], tuple[float, ...]]
 
@@ -80,7 +80,7 @@ def _by_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[Train
         replace(
             reply,
             advantages=(advantage,) * len(reply.trained)
-            if all(reply.trained)
+            if count_trained(reply.trained) == len(reply.trained)
             else tuple(advantage if trained else 0.0 for trained in reply.trained),
         )
         for reply, advantage in zip(replies, _per_reply(replies, of_group), strict=True)

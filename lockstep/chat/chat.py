@@ -160,7 +160,7 @@ class ChatFormat:
         if (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode):
             return [self._text(ids, special=self._marked) for ids in many]
         if self._token_bytes is not None:
-            return [self._token_bytes.decode(ids) for ids in many]
+            return self._token_bytes.decode(many)
         # what its decode calls for each, while spaces are not cleaned up; all together on all cores
         return list(self.tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=not self._marked))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,15 +27,24 @@ class TokenBytes:
         for id, added in tokenizer.get_added_tokens_decoder().items():
             tokens[id] = "" if added.special and not special else added.content
         known = frozenset(characters)
-        self._bytes = [b""] * (1 + max(tokens, default=0))
+        bytes_of = [b""] * (2 + max(tokens, default=0))
         for id, token in tokens.items():
             coded = known.issuperset(token)
-            self._bytes[id] = token.translate(byte_of).encode("latin-1") if coded else token.encode()
+            bytes_of[id] = token.translate(byte_of).encode("latin-1") if coded else token.encode()
+        self._bytes = np.frombuffer(b"".join(bytes_of), np.uint8)
+        self._sizes = np.array([len(one) for one in bytes_of], np.int64)
+        self._ends = np.cumsum(self._sizes)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; those that are no tokens have none."""
-        try:
-            found = b"".join(map(self._bytes.__getitem__, ids))
-        except IndexError:  # a model may have more ids than its tokenizer
-            return self.decode([id for id in ids if id < len(self._bytes)])
-        return found.decode("utf-8", "replace")
+    def decode(self, many: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of replies; ids that are no tokens have none."""
+        lengths = [len(ids) for ids in many]
+        id_T = np.fromiter(chain.from_iterable(many), np.int64, sum(lengths))
+        id_T = np.minimum(
+            id_T, len(self._sizes) - 1
+        )  # a model may have more ids than its tokenizer; the last has no bytes
+        sizes_T = self._sizes[id_T]
+        ends_T = np.cumsum(sizes_T)
+        place = np.repeat(self._ends[id_T] - ends_T, sizes_T) + np.arange(sizes_T.sum())
+        found = self._bytes[place].tobytes()
+        bounds = np.concatenate([[0], ends_T])[np.cumsum([0, *lengths])].tolist()
+        return [found[start:end].decode("utf-8", "replace") for start, end in pairwise(bounds)]

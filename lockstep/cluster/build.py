@@ -74,20 +74,19 @@ def place_parts(
     if samplers is not None:
         samplers.call("build", text, weights is not None)
     given.unlink(missing_ok=True)
-    lines = (*facts.learner.lines, *placement_lines(recipe))
     return Parts(
         connected(recipe, task, resolved, facts),
         task,
         GroupEngine(samplers or workers, recipe),
         objective,
-        GroupLearner(workers, replace(facts.learner, lines=lines)),
+        GroupLearner(workers, replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe)))),
         None if settings is None else GroupCritic(workers, joint=settings.backbone == "shared"),
         GroupSync(workers, samplers),
         Carried.at_start(recipe),
         plan,
         facts.noise,
         started.phase_seconds,
-        lambda: _largest_peak(workers) if started.gpu else None,
+        lambda: GpuPeak(*map(max, zip(*workers.call("gpu_peak"), strict=True))) if started.gpu else None,
     )
 
 
@@ -122,8 +121,3 @@ def _planned(recipe: Recipe, plan: MemoryPlan) -> Recipe:
     if rollout.slots == "auto":
         rollout = rollout.model_copy(update={"slots": sizes.slots})
     return recipe.model_copy(update={"update": update, "rollout": rollout})
-
-
-def _largest_peak(workers: Workers) -> GpuPeak:
-    used, kept = zip(*workers.call("gpu_peak"), strict=True)
-    return GpuPeak(max(used), max(kept))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 2**26
+BUCKET_BYTES = 2**27
 """Bytes of a message: one tensor more than fits below this."""
 WAIT = timedelta(minutes=10)
 """Longest wait for the others of a channel; the driver's deadlines come first, and a lost peer is known at once on a CPU."""
@@ -24,7 +24,7 @@ class Channel:
 
     def __init__(self, meet: str, rank: int, size: int, device: torch.device) -> None:
         """Meet the others through a file that is new for each channel."""
-        self._rank, self._device = rank, device
+        self._rank = rank
         c10d: Any = dist  # its stubs lack some names
         store = c10d.FileStore(meet, size)
         group = c10d.ProcessGroupNCCL if device.type == "cuda" else c10d.ProcessGroupGloo

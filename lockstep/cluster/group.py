@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.cluster.sampler import RankProof
+from lockstep.cluster.sampler import TOGETHER, RankProof
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
@@ -59,7 +59,13 @@ class GroupLearner:
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Make one optimizer step on a batch. The workers take the loss from the recipe, as `loss` was."""
-        shares: list[Share] = self._workers.call("update", batch)
+        workers, everyone, sequences = self._workers, range(self._workers.size), batch.sequences
+        for start in range(0, len(sequences), TOGETHER):  # read by the workers while the next are written
+            workers.start(everyone, "take_in", sequences[start : start + TOGETHER])
+        workers.start(everyone, "update", replace(batch, sequences=()))
+        for _ in range(0, len(sequences), TOGETHER):
+            workers.collect(everyone, "take_in")
+        shares: list[Share] = workers.collect(everyone, "update", batch)
         self.version, self.skipped, self.scored = self.version + 1, shares[0].skipped, scored_by(shares)
         return update_metrics(shares)
 

@@ -32,7 +32,7 @@ from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
 from lockstep.types import Completion, FinishReason, LearnerFacts, Proof, Request, RolloutEngine, TokenIds
 
 TOGETHER = 32
-"""Most replies in a message: when many finish at once, the driver grades the first while a worker prepares the next."""
+"""Most replies or sequences in a message: one side works on the first while the other prepares the next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -22,7 +22,7 @@ from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.noise.targets import find_targets
 from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
-from lockstep.types import Batch, Proof, TokenIds
+from lockstep.types import Batch, Proof, TokenIds, TrainSequence
 
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 """The driver waits with deadlines of its own; a second, shorter clock would only hide what it has to say."""
@@ -34,16 +34,15 @@ class Worker(Sampler):
     learner: TorchLearner
     critic: TorchCritic
     """There is none if the recipe has none."""
+    _taken: tuple[TrainSequence, ...] = ()
 
     def build(self, recipe: str, weights: bool) -> Facts:
         """Build model, learner and engine, and meet the other ranks. `weights`: a file of the folder replaces the start's."""
         self._prepare(recipe)
         place, backend = self._place, "nccl" if self._device.type == "cuda" else "gloo"
-        where = f"file://{place.rendezvous}"
-        dist.init_process_group(
-            backend, init_method=where, rank=place.rank, world_size=place.size, timeout=COLLECTIVE_TIMEOUT
-        )
+        dist.init_process_group(backend, f"file://{place.rendezvous}", COLLECTIVE_TIMEOUT, place.size, place.rank)
         self._objective = build_objective(self._recipe)
+        self._part = self._folder / PART.format(rank=place.rank)
         given = self._given() if weights else None
         policy, engine, self.learner, critic = build_trained(self._recipe, self._objective, given, ranks=TorchRanks())
         if critic is not None:
@@ -57,9 +56,14 @@ class Worker(Sampler):
         return Facts(self.learner.describe(), policy.numerics, policy.context, policy.chat.stop_ids, noise)
 
     # --- learner and critic ---------------------------------------------------------------------------------------
+    def take_in(self, sequences: tuple[TrainSequence, ...]) -> None:
+        """Take some of the sequences of the next update."""
+        self._taken += sequences
+
     def update(self, batch: Batch) -> Share:
-        """Make this rank's share of an update."""
-        return self.learner.update_share(batch, self._objective.loss)
+        """Make this rank's share of an update of the sequences that were taken in."""
+        whole, self._taken = replace(batch, sequences=self._taken), ()
+        return self.learner.update_share(whole, self._objective.loss)
 
     def save(self) -> tuple[WeightsFile, Mapping[str, str], Mapping[str, int]]:
         """Write this rank's part of the optimizer, and as rank 0 the weights; returns the weights' file, texts and counters."""
@@ -76,10 +80,6 @@ class Worker(Sampler):
     def write_critic(self) -> None:
         """Write this rank's part of the critic into the folder."""
         write_tensors(self._part, self.critic.tensors())
-
-    @property
-    def _part(self) -> Path:
-        return self._folder / PART.format(rank=self._place.rank)
 
     # --- sync -----------------------------------------------------------------------------------------------------
     def probe(self) -> tuple[list[TokenIds], float]:

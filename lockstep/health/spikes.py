@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.schema import Recipe
-from lockstep.types import Batch, Group, Metrics, Rollout, Scored, TokenIds, TrainSequence
+from lockstep.types import Batch, Group, Metrics, Rollout, Scored, TokenIds, TrainSequence, count_trained
 
 Floats: TypeAlias = NDArray[np.float64]
 Cause: TypeAlias = Literal["ratio", "advantage", "data"]
@@ -228,7 +228,7 @@ def _learned(scored: Scored, batch: Batch) -> Iterator[tuple[TrainSequence, Floa
     new_T, start = np.frombuffer(scored.logprobs, np.float32).astype(np.float64), 0
     for index in scored.order:
         sequence = batch.sequences[index]
-        new = new_T[start : (start := start + sequence.trained.count(True))]
+        new = new_T[start : (start := start + count_trained(sequence.trained))]
         if new.size:
             yield sequence, new
 

@@ -12,7 +12,7 @@ from lockstep.algorithms.kl import Estimator, reward_penalties
 from lockstep.algorithms.overlong import overlong_penalty
 from lockstep.algorithms.samples import by_sample
 from lockstep.config.schema import Recipe
-from lockstep.types import Batch, FinishReason, Group, Rollout, TokenIds, TrainSequence
+from lockstep.types import Batch, FinishReason, Group, Rollout, TokenIds, TrainSequence, count_trained
 
 
 def make_batch(groups: Sequence[Group], recipe: Recipe, kl_coef: float) -> Batch:
@@ -138,11 +138,11 @@ def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.
     )
 
 
-def trained_only(rows: Iterable[tuple[Sequence[float], Sequence[bool]]]) -> list[float]:
+def trained_only(rows: Iterable[tuple[Sequence[float], tuple[bool, ...]]]) -> list[float]:
     """Return the values of trained tokens from rows of values and masks."""
     found: list[float] = []
     for values, trained in rows:
-        found += values if all(trained) else compress(values, trained)
+        found += values if count_trained(trained) == len(trained) else compress(values, trained)
     return found
 
 

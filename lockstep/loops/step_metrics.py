@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.config.schema import Recipe
 from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated, with_advantage
 from lockstep.track.writer import StepRecord
-from lockstep.types import Batch, Group, Metrics, Rollout
+from lockstep.types import Batch, Group, Metrics, Rollout, count_trained
 
 
 def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
@@ -68,8 +68,10 @@ def _all_equal(group: Group, recipe: Recipe) -> bool:
 
 
 def _surprise(rollouts: Sequence[Rollout]) -> Metrics:
-    sampled = trained_only((row.logprobs, row.trained) for rollout in rollouts for row in rollout.rows)
-    return {"entropy/sampled": -fmean(sampled)} if sampled else {}
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    count = sum(count_trained(row.trained) for row in rows)
+    total = sum(sum(trained_only([(row.logprobs, row.trained)])) for row in rows)
+    return {"entropy/sampled": -total / count} if count else {}
 
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:

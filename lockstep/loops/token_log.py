@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.track.rollouts import Learned
-from lockstep.types import Batch, Scored, TokenIds
+from lockstep.types import Batch, Scored, TokenIds, count_trained
 
 
 class TokenLog:
@@ -23,7 +23,7 @@ class TokenLog:
         """Add the numbers of an update. If a reply is trained in several passes the first counts."""
         for one in (one for one in scored if one.order):
             sequences = [batch.sequences[index] for index in one.order]
-            ends = np.cumsum([sequence.trained.count(True) for sequence in sequences])[:-1]
+            ends = np.cumsum([count_trained(sequence.trained) for sequence in sequences])[:-1]
             logprobs, entropies = (np.split(np.frombuffer(n, np.float32), ends) for n in (one.logprobs, one.entropies))
             for sequence, own, spread in zip(sequences, logprobs, entropies, strict=True):
                 self._found.setdefault(sequence.prompt_ids + sequence.ids, Learned(own, spread))

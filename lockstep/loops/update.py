@@ -15,7 +15,7 @@ from lockstep.loops.logprob_passes import add_old_logprobs, add_values_and_refer
 from lockstep.loops.step_metrics import credit_metrics
 from lockstep.loops.token_log import TokenLog
 from lockstep.seeds import seed_for
-from lockstep.types import Batch, Group, Metrics
+from lockstep.types import Batch, Group, Metrics, count_trained
 
 AT_FIRST = ("mismatch/", "critic/explained_variance")
 """Prefixes of metrics that hold before the first update of a step; for later updates they would measure something else."""
@@ -131,7 +131,7 @@ def _batch(
     objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bool], samples: Sequence[Sequence[int]]
 ) -> Batch:
     """Return the batch of these samples, whose rows are indices. Rows have the weight of their sample as if they were one."""
-    tokens_N = [sum(whole.sequences[index].trained.count(True) for index in rows) for rows in samples]
+    tokens_N = [sum(count_trained(whole.sequences[index].trained) for index in rows) for rows in samples]
     weights_N = objective.weights(tokens_N, [whole.sequences[rows[0]].group for rows in samples])
     in_loss = recipe.algorithm.kl.placement == "loss"  # a penalty in the reward is already part of the advantages
     return Batch(

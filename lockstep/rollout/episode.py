@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 from lockstep.config.schema import Turns
 from lockstep.envs.runners import Fault, Runner
 from lockstep.errors import DEFECT, EngineError, StaleWeightsError
-from lockstep.types import Completion, Prompt, TokenIds, Turn
+from lockstep.types import Completion, Prompt, TokenIds, Turn, count_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,6 @@ class Episode:
     cut: Literal["", "turns", "timeout", "error"] = ""
 
 
-@lru_cache
-def all_trained(count: int) -> tuple[bool, ...]:
-    """Return the mask of a reply. Replies of a length share it: what is sent to workers then holds it once."""
-    return (True,) * count
-
-
 def check_reply(completion: Completion, episode: Episode) -> None:
     """Raise unless a reply was sampled by the right weights, after exactly the episode's ids."""
     if completion.version != episode.version:
@@ -97,7 +90,7 @@ def check_tokens(episode: Episode) -> None:
                 "the tokens to be trained are not those that were sampled", where=f"reply {done.request.id}", fix=DEFECT
             )
         sampled += len(done.ids)
-    trained = episode.trained.count(True)
+    trained = count_trained(episode.trained)
     if sampled != trained or len(episode.ids) != len(episode.trained):
         raise EngineError(
             f"{trained} of the episode's tokens would be trained, but {sampled} were sampled",

@@ -17,7 +17,7 @@ from lockstep.chat.continuation import Continuation
 from lockstep.envs.runners import Answer, Fault, poll_all
 from lockstep.errors import DEFECT, ChatError, EngineError
 from lockstep.rollout.agents import AgentEpisode, Agents, verdict
-from lockstep.rollout.episode import Episode, Reply, all_trained, check_reply, check_tokens
+from lockstep.rollout.episode import Episode, Reply, check_reply, check_tokens
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.seeds import seed_for
 from lockstep.tasks.base import BuiltTask
@@ -36,6 +36,7 @@ from lockstep.types import (
     Sampling,
     TokenIds,
     Turn,
+    all_trained,
 )
 
 WAIT_SECONDS = 1.0

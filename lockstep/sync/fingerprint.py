@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -184,17 +184,19 @@ class _Sums:
     def add(self, tensor: Tensor) -> None:
         """Take in a tensor. Raises SyncError unless it is dense, real and not quantised."""
         place, self._count = self._count, self._count + 1
-        tensor = _bits(tensor)
-        if tensor.device.type == "cpu" and tensor.numel() <= FEW:
-            self._known[place] = _short_sum(tensor)
-        elif _kernels(tensor.device) and 0 < tensor.numel() <= LARGEST:
-            matrix = tensor.dim() == 2 and tensor.stride(1) == 1
-            self._waiting.append((place, tensor if matrix else tensor.contiguous()))
-            self._bytes += tensor.nbytes
+        _require_dense(tensor)
+        count, size = tensor.numel(), tensor.itemsize
+        if tensor.is_cuda and 0 < count <= LARGEST and _kernels(tensor.device):
+            bits = tensor if size < 8 else _bits(tensor)  # a kernel reads the bits of any type
+            adjacent = bits.is_contiguous() or (bits.dim() == 2 and bits.stride(1) == 1)
+            self._waiting.append((place, bits if adjacent else bits.contiguous()))
+            self._bytes += count * size
             if self._bytes > HELD:
                 self._launch()
+        elif count <= FEW and tensor.device.type == "cpu":
+            self._known[place] = _short_sum(_bits(tensor))
         else:
-            self._summed.append(((place,), _torch_sum(tensor.reshape(-1))[None]))
+            self._summed.append(((place,), _torch_sum(_bits(tensor).reshape(-1))[None]))
 
     def totals(self) -> list[int]:
         """Return the sums of all tensors in the order of `add`, as signed numbers."""
@@ -209,7 +211,7 @@ class _Sums:
     def _launch(self) -> None:
         kinds: dict[tuple[torch.device, int], list[tuple[int, Tensor]]] = {}
         for place, tensor in self._waiting:
-            kinds.setdefault((tensor.device, tensor.element_size()), []).append((place, tensor))
+            kinds.setdefault((tensor.device, tensor.itemsize), []).append((place, tensor))
         for (device, _), members in kinds.items():
             places, tensors = [place for place, _ in members], [tensor for _, tensor in members]
             self._summed.append((places, _kernel_sums(tensors, device)))
@@ -250,13 +252,17 @@ def _torch_sum(bits_T: Tensor) -> Tensor:
     return total
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as integers. Raises SyncError unless it is dense, real and not quantised."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_complex() or tensor.is_quantized:
+def _require_dense(tensor: Tensor) -> None:
+    """Raise SyncError unless a tensor is dense, real and not quantised."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
         raise SyncError(
             f"cannot fingerprint a {tensor.layout} {dtype_name(tensor)} tensor on {tensor.device}",
             fix="send dense tensors of real numbers",
         )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as integers."""
     bits = tensor.detach().view(INTEGERS[tensor.element_size()])
     if tensor.element_size() == 8 and tensor.numel() > 1:
         first, start = (0,) * bits.dim(), bits
@@ -265,6 +271,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return bits
 
 
+@cache
 def _kernels(device: torch.device) -> Any | None:
     """Return the module of Triton kernels for tensors on a GPU; None on a CPU or without Triton."""
     if device.type != "cuda":

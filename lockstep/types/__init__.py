@@ -9,7 +9,7 @@ vocabulary, H hidden.
 
 from __future__ import annotations
 
-from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream
+from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream, all_trained, count_trained
 from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
 from lockstep.types.protocols import (
     Critic,
@@ -85,4 +85,6 @@ __all__ = [
     "Turn",
     "WeightStream",
     "WeightSync",
+    "all_trained",
+    "count_trained",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from lockstep.types.basic import Message, TokenIds
+from lockstep.types.basic import Message, TokenIds, count_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Rollout:
     @property
     def sampled(self) -> int:
         """Number of tokens that the policy chose, in all rows."""
-        return self.trained.count(True) + sum(branch.trained.count(True) for branch in self.branches)
+        return count_trained(self.trained) + sum(count_trained(branch.trained) for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True)
