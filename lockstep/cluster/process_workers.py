@@ -260,8 +260,8 @@ class Workers:
     def collect(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
         """Return the results of a call that was started; a worker that replaces a lost one is called again."""
         found: dict[int, Any] = {}
-        while len(found) < len(ranks):
-            for rank, value in self.results(self.processes.timeout, ranks).items():
+        while waiting := [rank for rank in ranks if rank not in found]:
+            for rank, value in self.results(self.processes.timeout, waiting).items():
                 if value is LOST:
                     self.revive(rank)
                     self.start([rank], method, *arguments)

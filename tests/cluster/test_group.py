@@ -1,4 +1,4 @@
-"""The engines of several workers as one: what becomes of requests that nobody waits for any more."""
+"""The engines of several workers as one: what becomes of requests that nobody waits for any more, and of results that wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.cluster.group import GroupEngine
+from lockstep.cluster.process_workers import Workers
 from lockstep.cluster.sampler import SampledReply
 from lockstep.types import FinishReason, Request, Sampling
 from tests.loops.runs import recipe
@@ -52,3 +53,17 @@ def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_mo
     assert stub.dropped == 1
     engine.submit(requests)
     assert sorted(one.request.id for one in engine.completed()) == [one.id for one in requests]
+
+
+def test_a_worker_that_is_ahead_keeps_its_next_result_for_the_next_call() -> None:
+    ready: dict[int, list[str]] = {0: ["first of 0", "second of 0"], 1: []}
+
+    def results(seconds: float, ranks: list[int]) -> dict[int, str]:
+        found = {rank: ready[rank].pop(0) for rank in ranks if ready[rank]}
+        ready[1] = ready[1] or ["first of 1", "second of 1"]  # it is slow
+        return found
+
+    processes: Any = SimpleNamespace(results=results, timeout=1.0, folder=Path())
+    workers = Workers(processes, range(2))
+    assert workers.collect(range(2), "take_in") == ["first of 0", "first of 1"]
+    assert workers.collect(range(2), "update") == ["second of 0", "second of 1"]
