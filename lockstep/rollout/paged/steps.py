@@ -22,8 +22,8 @@ from lockstep.rollout.paged.state import PageCache, Rows
 log = logging.getLogger(__name__)
 
 PROGRAMS = 528
-"""Number of attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with far fewer rows, each
-row's keys are split over several, whose results take one more launch to combine.
+"""Number of attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's
+keys are split over several.
 """
 ROWS_STEP = 32
 """From this many rows on, captured numbers of rows are multiples of it; below it, powers of two."""
@@ -87,7 +87,7 @@ class DecodeStep:
         self._ops.advance(self._rows, count, self._stops_X)
 
     def _splits(self, count: int) -> int:
-        wanted = max(1, round(PROGRAMS / (count * self._cache.heads)))
+        wanted = -(-PROGRAMS // (count * self._cache.heads))
         most = self._rows.table_BS.shape[1]
         return max(1, min(1 << (wanted - 1).bit_length(), 1 << (most - 1).bit_length() if most > 1 else 1, 32))
 
