@@ -76,8 +76,8 @@ def _wide(bits, SIZE: tl.constexpr):
 def tensor_sums(tensors: Sequence[Tensor], a_K: Tensor, b_B: Tensor) -> Tensor:
     """Return the sums of tensors of one device and one element size, int64 in their order; `a_K` and `b_B` are the tables.
 
-    Each has fewer than 2^31 - 4096 elements, which are counted in 32 bits, and is dense or a matrix with adjacent columns. Of
-    what type its elements are does not matter.
+    Each has fewer than 2^31 - 4096 elements, which are counted in 32 bits, and is dense or a matrix with adjacent columns. Its
+    elements may be of any type.
     """
     device = tensors[0].device
     rows = [_row(t) for t in tensors]
