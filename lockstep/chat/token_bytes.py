@@ -39,9 +39,8 @@ class TokenBytes:
         """Return the texts of replies; ids that are no tokens have none."""
         lengths = [len(ids) for ids in many]
         id_T = np.fromiter(chain.from_iterable(many), np.int64, sum(lengths))
-        id_T = np.minimum(
-            id_T, len(self._sizes) - 1
-        )  # a model may have more ids than its tokenizer; the last has no bytes
+        # A model may have more ids than its tokenizer: the last of the table has no bytes.
+        id_T = np.minimum(id_T, len(self._sizes) - 1)
         sizes_T = self._sizes[id_T]
         ends_T = np.cumsum(sizes_T)
         place = np.repeat(self._ends[id_T] - ends_T, sizes_T) + np.arange(sizes_T.sum())

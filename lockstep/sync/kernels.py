@@ -20,15 +20,9 @@ ALIGNMENT = 16
 
 @triton.jit
 def sums_kernel(
-    table_ptr,
-    a_ptr,
-    b_ptr,
-    totals_ptr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EACH: tl.constexpr,
-    DENSE: tl.constexpr,
-):
+    table_ptr, a_ptr, b_ptr, totals_ptr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
     """Compute totals[tensor] += Σ (bits_i + 1) · a[i mod BLOCK] · b[i div BLOCK]; integers wrap, so the order does not matter.
 
     The table has a row for each tensor: address, elements, columns, elements from row to row. Addresses are read here, so that
@@ -81,7 +75,7 @@ def tensor_sums(tensors: Sequence[Tensor], a_K: Tensor, b_B: Tensor) -> Tensor:
     """
     device = tensors[0].device
     rows = [_row(t) for t in tensors]
-    dense = all(stride == 0 and address % ALIGNMENT == 0 for address, _, _, stride in rows)
+    dense = all(count <= columns and address % ALIGNMENT == 0 for address, count, columns, _ in rows)
     table = torch.tensor(rows, dtype=torch.int64).to(device)
     totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     blocks = triton.cdiv(max(count for _, count, _, _ in rows), len(a_K))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,19 +21,23 @@ def compare(device: str) -> int:
     """Every dtype and size, random bits, one launch for dense tensors and one for all kinds: how many sums were compared."""
     from lockstep.sync import kernels
 
-    kernels.PROGRAMS = 2  # the longest has more blocks than programs
+    with patch.object(kernels, "PROGRAMS", 2):  # the longest has more blocks than programs
+        return compared_by(kernels.tensor_sums, device)
 
+
+def compared_by(tensor_sums: Callable[..., Tensor], device: str) -> int:
+    """Tensors of one row that stands for all rows, and some that begin at odd addresses, in launches of their own, too."""
     generator = torch.Generator().manual_seed(0)
     compared = 0
     for dtype in DTYPES:
         raws = [torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8, generator=generator) for n in COUNTS]
         flat = [raw.view(dtype) for raw in raws]
         matrix = flat[-1][: 3 * BLOCK].view(96, 128)
-        given = [*flat, matrix, matrix[:, :77], matrix[1::2, 3:9], matrix[:, 5:6]]
+        given = [*flat, matrix, matrix[:, :77], matrix[1::2, 3:9], matrix[:, 5:6], matrix[:1].expand(96, 128)]
         tables = [_table(key, count, torch.device(device)) for key, count in ((KEY_A, BLOCK), (KEY_B, 4))]
-        for tensors in (flat, given, [tensor[1:] for tensor in flat[1:]]):
+        for tensors in (flat, given, given[-1:], [tensor[1:] for tensor in flat[1:]]):
             moved = [at_same_places(_bits(tensor), device) for tensor in tensors]
-            sums = [total & MASK for total in kernels.tensor_sums(moved, *tables).tolist()]
+            sums = [total & MASK for total in tensor_sums(moved, *tables).tolist()]
             assert sums == [int(_torch_sum(_bits(tensor).reshape(-1))) & MASK for tensor in tensors], dtype
             compared += len(sums)
     return compared
@@ -41,13 +48,15 @@ def at_same_places(tensor: Tensor, device: str) -> Tensor:
     if tensor.is_contiguous():
         whole = torch.empty(tensor.storage_offset() + tensor.numel(), dtype=tensor.dtype, device=device)
         return whole[tensor.storage_offset() :].view(tensor.shape).copy_(tensor)
+    if tensor.stride(0) == 0:
+        return tensor[:1].to(device).expand(tensor.shape)
     whole = torch.zeros(tensor.shape[0], tensor.stride(0), dtype=tensor.dtype, device=device)
     whole[:, : tensor.shape[1]] = tensor.to(device)
     return whole[:, : tensor.shape[1]]
 
 
 def compare_all(device: str) -> None:
-    assert compare(device) == len(DTYPES) * (3 * len(COUNTS) + 3)
+    assert compare(device) == len(DTYPES) * (3 * len(COUNTS) + 5)
 
 
 def test_the_kernel_is_the_sum():
