@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 SEED_BITS = 63
 """Seeds are in 0 … 2^63 - 1, so that they fit a signed 64-bit integer."""
@@ -24,6 +25,7 @@ def seed_for(*key: int | str) -> int:
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
 
+@lru_cache(maxsize=1 << 14, typed=True)
 def _encode(part: int | str) -> bytes:
     # A bool is an int to Python, but True and 1 in one place of a key is more likely a mistake than intended.
     if isinstance(part, bool) or not isinstance(part, int | str):

@@ -85,6 +85,21 @@ class Carried:
         self.progress = None if found is None else Progress.restored(found)
 
 
+class Meanwhile:
+    """Work of the driver that it does while workers update; in a run of one process there is no such time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], object]] = []
+
+    def begin(self, *work: Callable[[], object]) -> None:
+        """Take the work of an update; what is left of the last one's is dropped."""
+        self._waiting = [*work]
+
+    def do(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0)()
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A run's parts, in the order in which data flows through them."""
@@ -105,3 +120,4 @@ class Parts:
     """Returns the seconds of each worker by phase since the last call; none in a run of one process."""
     peak: Callable[[], GpuPeak | None] = gpu_peak
     """Returns the largest use of a GPU so far, of all workers that train; None on a CPU."""
+    meanwhile: Meanwhile = field(default_factory=Meanwhile)

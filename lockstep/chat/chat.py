@@ -69,6 +69,7 @@ class ChatFormat:
         self.template_hash = self._hash()
         self.notes = self._notes(dated=self.template.source != raw)
         self.prefix = self._common_prefix()
+        self._prepared: dict[str, tuple[Prompt, TokenIds]] = {}
         self._opened = self.parser == "think" and self._opens_thought()
 
     def unframed(self) -> ChatFormat:
@@ -101,10 +102,17 @@ class ChatFormat:
 
     def render_prompt(self, prompt: Prompt) -> TokenIds:
         """Run `render` on a task's prompt; its errors name the prompt."""
+        known = self._prepared.get(prompt.id)
+        if known is not None and known[0] == prompt:
+            return known[1]
         try:
             return self.render(prompt.messages, prompt.tools)
         except ChatError as error:
             raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
+
+    def prepare(self, prompts: Sequence[Prompt]) -> None:
+        """Run `render_prompt` on prompts that will be asked for next, and remember what it returned until the next call."""
+        self._prepared = {prompt.id: (prompt, self.render_prompt(prompt)) for prompt in prompts}
 
     def doubtful(self, prompt: Prompt, room: float) -> bool:
         """Return whether `render` may refuse a prompt's own text or need more than `room` ids; ids are never more than bytes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.algorithms.build import build_objective
 from lockstep.build.build import build_parts, connect
 from lockstep.build.memory import plan_run
-from lockstep.build.parts import Carried, Parts, PolicyFacts
+from lockstep.build.parts import Carried, Meanwhile, Parts, PolicyFacts
 from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
@@ -74,12 +74,13 @@ def place_parts(
     if samplers is not None:
         samplers.call("build", text, weights is not None)
     given.unlink(missing_ok=True)
+    learns, meanwhile = replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe))), Meanwhile()
     return Parts(
         connected(recipe, task, resolved, facts),
         task,
         GroupEngine(samplers or workers, recipe),
         objective,
-        GroupLearner(workers, replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe)))),
+        GroupLearner(workers, learns, meanwhile),
         None if settings is None else GroupCritic(workers, joint=settings.backbone == "shared"),
         GroupSync(workers, samplers),
         Carried.at_start(recipe),
@@ -87,6 +88,7 @@ def place_parts(
         facts.noise,
         started.phase_seconds,
         lambda: GpuPeak(*map(max, zip(*workers.call("gpu_peak"), strict=True))) if started.gpu else None,
+        meanwhile,
     )
 
 

@@ -26,9 +26,8 @@ class Channel:
         """Meet the others through a file that is new for each channel."""
         self._rank = rank
         c10d: Any = dist  # its stubs lack some names
-        store = c10d.FileStore(meet, size)
         group = c10d.ProcessGroupNCCL if device.type == "cuda" else c10d.ProcessGroupGloo
-        self._group = group(store, rank, size, WAIT)
+        self._group = group(c10d.FileStore(meet, size), rank, size, WAIT)
 
     @torch.no_grad()
     def send(self, tensors: Sequence[Tensor]) -> None:

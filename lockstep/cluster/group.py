@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lockstep.build.parts import Meanwhile
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.process_workers import LOST, Workers
 from lockstep.cluster.sampler import TOGETHER, RankProof
@@ -44,6 +45,8 @@ SLICE_SECONDS = 0.1
 """Decoding between two messages of a worker."""
 AHEAD = 2
 """Calls that a worker is given at once: it decodes on while the driver reads and grades what it sent."""
+SPARE = 4
+"""A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
 POLL_SECONDS = 0.02
 """Longest wait for completions while grades or environments may be ready."""
 
@@ -51,8 +54,8 @@ POLL_SECONDS = 0.02
 class GroupLearner:
     """The learners of all workers as one."""
 
-    def __init__(self, workers: Workers, facts: LearnerFacts) -> None:
-        self._workers, self._facts = workers, facts
+    def __init__(self, workers: Workers, facts: LearnerFacts, meanwhile: Meanwhile) -> None:
+        self._workers, self._facts, self._meanwhile = workers, facts, meanwhile
         self.version = 0
         self.skipped = 0
         self.scored: tuple[Scored, ...] = ()
@@ -63,6 +66,7 @@ class GroupLearner:
         for start in range(0, len(sequences), TOGETHER):  # read by the workers while the next are written
             workers.start(everyone, "take_in", sequences[start : start + TOGETHER])
         workers.start(everyone, "update", replace(batch, sequences=()))
+        self._meanwhile.do()
         for _ in range(0, len(sequences), TOGETHER):
             workers.collect(everyone, "take_in")
         shares: list[Share] = workers.collect(everyone, "update", batch)
@@ -77,8 +81,7 @@ class GroupLearner:
 
     def logprobs(self, sequences: Sequence[TokenIds], numeric: str = "") -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first of each sequence, by the first worker."""
-        found: list[tuple[float, ...]] = self._workers.call_one(0, "learner.logprobs", sequences, numeric)
-        return found
+        return list(self._workers.call_one(0, "learner.logprobs", sequences, numeric))
 
     def weights(self) -> WeightStream:
         """Return the weights of the first worker, read from a file."""
@@ -124,8 +127,7 @@ class GroupCritic:
         return critic_metrics(shares) | {"critic/oom_splits": float(sum(share.splits for share in shares))}
 
     def counters(self) -> dict[str, int]:
-        found: dict[str, int] = self._workers.call_one(0, "critic.counters")
-        return found
+        return dict(self._workers.call_one(0, "critic.counters"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return weights and optimizer."""
@@ -147,7 +149,7 @@ class GroupEngine:
         """Each gets further prompts when it has fewer requests than these; None: all at once, in turn."""
         if recipe.rollout.deal == "queue":
             slots = recipe.slots("cuda" if workers.processes.gpu else "cpu")
-            self._rows = min(slots, -(-recipe.samples_per_step // workers.size))
+            self._rows = min(slots + slots // SPARE, -(-recipe.samples_per_step // workers.size))
         self.version = -1
         self.forward = Forward()
         self._forget()
@@ -231,8 +233,7 @@ class GroupEngine:
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first, by the first worker's engine."""
-        found: list[tuple[float, ...]] = self._workers.call_one(0, "engine.score", sequences)
-        return found
+        return list(self._workers.call_one(0, "engine.score", sequences))
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Become `version`: the workers' engines read their learners' weights."""
@@ -280,8 +281,7 @@ class GroupSync:
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything. Raises SyncError."""
-        found = self._workers.call("verify")
-        return self._proof(found, [] if self._samplers is None else self._samplers.call("held"))
+        return self._proof(self._workers.call("verify"), self._samplers.call("held") if self._samplers else [])
 
     def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
         """Flip one bit on one worker, each time another one: the comparison must name the tensor and the rank.

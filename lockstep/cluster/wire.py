@@ -32,8 +32,7 @@ class Place:
 
 def dumps(value: Any) -> bytes:
     """Return lists, dicts, texts, numbers and bytes as one message. Raises TypeError for anything else."""
-    message: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
-    return message
+    return bytes(msgpack.packb(value, unicode_errors="surrogatepass"))
 
 
 def loads(message: bytes) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
 from lockstep.loops.checks import check_garbage, check_grading
 from lockstep.loops.floor import StepFloor
 from lockstep.loops.noise import noisy_rollouts
 from lockstep.loops.precision import probe_lines
-from lockstep.loops.sampling import draw_groups, round_prompts, spread
+from lockstep.loops.sampling import draw_groups, prepare_prompts, round_prompts, spread
 from lockstep.loops.step_metrics import rollout_metrics
 from lockstep.loops.token_log import TokenLog
 from lockstep.loops.update import improve
@@ -46,11 +48,13 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                     noisy_rollouts(parts, recipe, step) as noise,
                 ):
                     groups, kept, metrics = draw_groups(parts, recipe, logger, step, clock)
+            measured = cache(partial(rollout_metrics, groups, recipe))
+            parts.meanwhile.begin(measured, partial(prepare_prompts, parts, recipe, step + 1))
             with clock("update"):
                 advantages, update_metrics = improve(
                     parts, recipe, [groups[index] for index in kept], step, session.spikes, tokens
                 )
-            metrics |= rollout_metrics(groups, recipe) | noise | update_metrics
+            metrics |= measured() | noise | update_metrics
             metrics |= session.sync() | floor.metrics(groups, metrics) | parts.rank_seconds()
             if stored:
                 learned = tokens.take() if tokens else None

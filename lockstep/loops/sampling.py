@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
+from lockstep.errors import LockstepError
 from lockstep.loops.rollouts import check_scored, sample_groups
 from lockstep.run.logger import Clock, RunLogger
 from lockstep.tasks.mixed import Mixed
@@ -67,6 +69,13 @@ def step_prompts(
         return round_prompts(task, recipe, step, number, asked, accepted)
     before = {group.prompt.id for group in asked}
     return [prompt for prompt in task.deal(progress, recipe.prompts_per_step) if prompt.id not in before]
+
+
+def prepare_prompts(parts: Parts, recipe: Recipe, step: int) -> None:
+    """Render the prompts of a step's first round, if they are known before it begins: those of a curriculum are not."""
+    if step < recipe.steps and parts.carried.progress is None:
+        with suppress(LockstepError):  # raised again when the step asks for them
+            parts.policy.chat.prepare(round_prompts(parts.task, recipe, step, 0, (), 0))
 
 
 def take_in(parts: Parts, groups: Sequence[Group]) -> Metrics:

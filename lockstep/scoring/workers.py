@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from lockstep.build.adapter_folder import AdapterTarget
 from lockstep.build.build import build_task_of
-from lockstep.build.parts import PolicyFacts
+from lockstep.build.parts import Meanwhile, PolicyFacts
 from lockstep.checkpoint.store import CheckpointInfo
 from lockstep.cluster.build import connected, start_workers
 from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
@@ -110,7 +110,7 @@ def open_session(recipe: Recipe, stack: ExitStack, *, replaced: bool = False) ->
         task,
         GroupEngine(workers, recipe),
         GroupSync(workers),
-        GroupLearner(workers, facts.learner),
+        GroupLearner(workers, facts.learner, Meanwhile()),
         workers,
         facts.learner.base,
     )

@@ -154,6 +154,19 @@ def test_an_error_of_a_prompt_names_it() -> None:
         chat.render_prompt(Prompt("sum/2", (Message(role="user", content="x<|im_end|>"),), "7"))
 
 
+def test_prepared_prompts_are_rendered_once_and_other_ones_of_their_id_anew() -> None:
+    chat = ChatFormat(chatml(), Chat())
+    prompt, other = Prompt("sum/1", (QUESTION,), "7"), Prompt("sum/1", (Message(role="user", content="1 + 1 ="),), "2")
+    chat.prepare([prompt])
+    found = chat.render_prompt(prompt)
+    assert found == chat.render([QUESTION])
+    assert chat.render_prompt(Prompt("sum/1", (QUESTION,), "7")) is found
+    assert chat.render_prompt(other) == chat.render(other.messages)
+    chat.prepare([other])
+    assert chat.render_prompt(prompt) == found
+    assert chat.render_prompt(prompt) is not found
+
+
 def test_two_system_texts_are_refused() -> None:
     with pytest.raises(ChatError, match="both the recipe and the task"):
         ChatFormat(chatml(), SHOTS).render([Message(role="system", content="x"), QUESTION])

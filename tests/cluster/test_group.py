@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from lockstep.cluster.group import GroupEngine
+import pytest
+
+from lockstep.build.parts import Meanwhile
+from lockstep.cluster.group import GroupEngine, GroupLearner
 from lockstep.cluster.process_workers import Workers
 from lockstep.cluster.sampler import SampledReply
-from lockstep.types import FinishReason, Request, Sampling
+from lockstep.errors import EngineError
+from lockstep.types import Batch, FinishReason, Request, Sampling
 from tests.loops.runs import recipe
 
 
@@ -22,10 +26,12 @@ class Stub:
     def __init__(self) -> None:
         self.calls: list[list[list[Request]]] = [[], []]
         self.dropped = 0
+        self.sent: list[list[Request]] = []
 
     def start(self, ranks: list[int], method: str, requests: list[Request], seconds: float) -> None:
         (rank,) = ranks
         self.calls[rank].append(requests)
+        self.sent += [requests] if requests else []
 
     def results(self, seconds: float) -> dict[int, Any]:
         found = {rank: calls.pop(0) for rank, calls in enumerate(self.calls) if calls}
@@ -53,6 +59,41 @@ def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_mo
     assert stub.dropped == 1
     engine.submit(requests)
     assert sorted(one.request.id for one in engine.completed()) == [one.id for one in requests]
+
+
+def test_the_driver_works_while_workers_update() -> None:
+    order: list[str] = []
+
+    class Busy:
+        size = 2
+
+        def start(self, ranks: range, method: str, *arguments: object) -> None:
+            order.append(f"start {method}")
+
+        def collect(self, ranks: range, method: str, *arguments: object) -> list[Any]:
+            raise EngineError("the worker stops here", fix="nothing")
+
+    meanwhile, workers, facts = Meanwhile(), Busy(), None
+    learner = GroupLearner(cast(Any, workers), cast(Any, facts), meanwhile)
+    meanwhile.begin(lambda: order.append("dropped"))
+    meanwhile.begin(lambda: order.append("first"), lambda: order.append("second"))
+    for _ in range(2):  # of several updates in a step
+        with pytest.raises(EngineError, match="stops here"):
+            learner.update(Batch(()), cast(Any, None))
+    assert order == ["start update", "first", "second", "start update"]
+
+
+def test_a_worker_that_has_room_gets_more_than_it_has_rows(tmp_path: Path, tiny_model_dir: Path) -> None:
+    stub: Any = Stub()
+    words = ("rollout.deal=queue", "rollout.slots=4", "prompts_per_step=8", "samples_per_prompt=2")
+    engine = GroupEngine(stub, recipe(tmp_path, tiny_model_dir, *words))
+    engine.load(iter(()), 0)
+    engine.submit(
+        [Request(f"task/{i // 2}#{i % 2}", (3, i // 2), f"task/{i // 2}", i, Sampling(4), 0) for i in range(16)]
+    )
+    first = next(engine.completed())
+    assert first.request.id == "task/0#0"
+    assert [len(sent) for sent in stub.sent[:2]] == [6, 6]  # whole prompts, up to a quarter more
 
 
 def test_a_worker_that_is_ahead_keeps_its_next_result_for_the_next_call() -> None:

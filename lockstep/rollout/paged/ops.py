@@ -157,7 +157,9 @@ class TritonOps:
             kind.window is not None, kind.softcap is not None, kind.sinks_H is not None, norms is not None, norm.late, half,
             interleaved,
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
-            num_warps=1 if block <= 128 and block * group <= 2048 else 4, num_stages=2, **self._overlap(),
+            num_warps=1 if block <= 128 and block * group <= 2048 else 4,
+            num_stages=3,  # the number of the next page is read ahead
+            **self._overlap(),
         )  # fmt: skip
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
