@@ -11,12 +11,14 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain, islice
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+
+from lockstep.types import repeated
 
 Codec: TypeAlias = tuple[Callable[[Sequence[Any]], Any], Callable[[Any], Sequence[Any]]]
 """Functions that make values of a type plain, all together, and that reverse it."""
@@ -157,15 +159,10 @@ def _joined(numbers: Sequence[Any], code: str) -> bytes:
     return b"".join([struct.pack(f"={len(one)}{code}", *one) for one in numbers])
 
 
-@lru_cache(typed=True)
-def _repeated(number: Any, count: int) -> tuple[Any, ...]:
-    return (number,) * count
-
-
 def _unpack(lengths: Sequence[int], alike: Sequence[bool], code: str, packed: bytes) -> Sequence[Any]:
     found, start, size = [], 0, struct.calcsize(f"={code}")
     for length, same in zip(lengths, alike, strict=True):
         numbers = struct.unpack_from(f"={1 if same else length}{code}", packed, start)
         start += size * len(numbers)
-        found.append(_repeated(*numbers, length) if same else numbers)
+        found.append(repeated(numbers[0], length) if same else numbers)
     return found

@@ -27,7 +27,7 @@ from lockstep.config.algorithm import (
     WhitenedAdvantage,
 )
 from lockstep.errors import LearnerError
-from lockstep.types import TrainSequence, count_trained
+from lockstep.types import TrainSequence, count_trained, repeated
 
 OfGroup: TypeAlias = Callable[[Sequence[float | None]], tuple[float, ...]]
 
@@ -79,7 +79,7 @@ def _by_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[Train
     return [
         replace(
             reply,
-            advantages=(advantage,) * len(reply.trained)
+            advantages=repeated(advantage, len(reply.trained))
             if count_trained(reply.trained) == len(reply.trained)
             else tuple(advantage if trained else 0.0 for trained in reply.trained),
         )

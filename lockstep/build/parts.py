@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
@@ -25,6 +26,8 @@ from lockstep.types import Metrics, RolloutEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +89,19 @@ class Carried:
 
 
 class Meanwhile:
-    """Work of the driver that it does while workers update; in a run of one process there is no such time."""
+    """Work that can wait for an update: the driver of workers does it while they update, a run of one process after it."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], object]] = []
 
-    def begin(self, *work: Callable[[], object]) -> None:
-        """Take the work of an update; what is left of the last one's is dropped."""
-        self._waiting = [*work]
+    def later(self, work: Callable[[], Found]) -> Callable[[], Found]:
+        """Take some work; returns a function that returns its result. It is done once."""
+        done = cache(work)
+        self._waiting.append(done)
+        return done
 
     def do(self) -> None:
+        """Do what waits."""
         while self._waiting:
             self._waiting.pop(0)()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
@@ -48,12 +48,13 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                     noisy_rollouts(parts, recipe, step) as noise,
                 ):
                     groups, kept, metrics = draw_groups(parts, recipe, logger, step, clock)
-            measured = cache(partial(rollout_metrics, groups, recipe))
-            parts.meanwhile.begin(measured, partial(prepare_prompts, parts, recipe, step + 1))
+            measured = parts.meanwhile.later(partial(rollout_metrics, groups, recipe))
+            parts.meanwhile.later(partial(prepare_prompts, parts, recipe, step + 1))
             with clock("update"):
                 advantages, update_metrics = improve(
                     parts, recipe, [groups[index] for index in kept], step, session.spikes, tokens
                 )
+            parts.meanwhile.do()  # what is left in a run of one process
             metrics |= measured() | noise | update_metrics
             metrics |= session.sync() | floor.metrics(groups, metrics) | parts.rank_seconds()
             if stored:

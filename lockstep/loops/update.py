@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lockstep.algorithms.build import Objective
 from lockstep.algorithms.samples import by_sample
@@ -42,12 +43,12 @@ def improve(
     batch = with_advantages(parts.objective, recipe, batch)
     if not warms_up(recipe, step):
         batch = add_old_logprobs(parts, recipe, batch)
-    rows = advantage_rows(groups, batch)
-    metrics = credit_metrics(groups, rows, batch, recipe)
-    metrics |= run_updates(parts, recipe, batch, step, spikes, tokens)
+    rows = parts.meanwhile.later(partial(advantage_rows, groups, batch))
+    credit = parts.meanwhile.later(lambda: credit_metrics(groups, rows(), batch, recipe))
+    metrics = run_updates(parts, recipe, batch, step, spikes, tokens)
     if spikes is not None:
         spikes.settle(step + 1, groups)
-    return rows, metrics | carry_on(parts, recipe, batch)
+    return rows(), credit() | metrics | carry_on(parts, recipe, batch)
 
 
 def carry_on(parts: Parts, recipe: Recipe, batch: Batch) -> Metrics:

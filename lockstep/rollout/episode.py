@@ -84,7 +84,8 @@ def check_tokens(episode: Episode) -> None:
     sampled = 0
     for reply in episode.replies:
         span, done = slice(reply.start, reply.end), reply.completion
-        same = episode.ids[span] == done.ids and episode.logprobs[span] == done.logprobs and all(episode.trained[span])
+        same = episode.ids[span] == done.ids and episode.logprobs[span] == done.logprobs
+        same = same and count_trained(episode.trained[span]) == len(done.ids)
         if not same or done.request.prompt_ids != episode.prompt_ids + episode.ids[: reply.start]:
             raise EngineError(
                 "the tokens to be trained are not those that were sampled", where=f"reply {done.request.id}", fix=DEFECT

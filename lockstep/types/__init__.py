@@ -9,7 +9,7 @@ vocabulary, H hidden.
 
 from __future__ import annotations
 
-from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream, all_trained, count_trained
+from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream, all_trained, count_trained, repeated
 from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
 from lockstep.types.protocols import (
     Critic,
@@ -87,4 +87,5 @@ __all__ = [
     "WeightSync",
     "all_trained",
     "count_trained",
+    "repeated",
 ]

@@ -21,6 +21,16 @@ def all_trained(count: int) -> tuple[bool, ...]:
     return (True,) * count
 
 
+def repeated(number: float, count: int) -> tuple[float, ...]:
+    """Return a number so many times, as the advantage of a reply's tokens. Equal ones are one object, likewise."""
+    return _repeated(number, count) if number else (number,) * count  # 0.0 and -0.0 are equal, and differ in a bit
+
+
+@lru_cache(maxsize=1 << 10, typed=True)
+def _repeated(number: float, count: int) -> tuple[float, ...]:
+    return (number,) * count
+
+
 def count_trained(mask: tuple[bool, ...]) -> int:
     """Return the number of trained tokens; that of a mask of `all_trained` without counting."""
     return len(mask) if mask is all_trained(len(mask)) else mask.count(True)

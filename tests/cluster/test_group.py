@@ -75,11 +75,11 @@ def test_the_driver_works_while_workers_update() -> None:
 
     meanwhile, workers, facts = Meanwhile(), Busy(), None
     learner = GroupLearner(cast(Any, workers), cast(Any, facts), meanwhile)
-    meanwhile.begin(lambda: order.append("dropped"))
-    meanwhile.begin(lambda: order.append("first"), lambda: order.append("second"))
+    results = [meanwhile.later(lambda name=name: order.append(name) or name) for name in ("first", "second")]
     for _ in range(2):  # of several updates in a step
         with pytest.raises(EngineError, match="stops here"):
             learner.update(Batch(()), cast(Any, None))
+    assert [result() for result in results] == ["first", "second"]
     assert order == ["start update", "first", "second", "start update"]
 
 
