@@ -22,7 +22,7 @@ def all_trained(count: int) -> tuple[bool, ...]:
 
 
 def repeated(number: float, count: int) -> tuple[float, ...]:
-    """Return a number so many times, as the advantage of a reply's tokens. Equal ones are one object, likewise."""
+    """Return a number `count` times, as the advantage of a reply's tokens. Equal ones are one object, likewise."""
     return _repeated(number, count) if number else (number,) * count  # 0.0 and -0.0 are equal, and differ in a bit
 
 
