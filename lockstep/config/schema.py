@@ -128,7 +128,8 @@ class Rollout(Section):
     """Force every response to max_tokens (benchmarks only)."""
     deal: Literal["static", "queue"] = "static"
     """Prompts of several workers (placement): static gives all to them in turn; queue gives a worker the next prompt when it has
-    room, which is quicker if lengths differ and the samples of a step are more than the slots."""
+    room, for replies of different lengths when a step has more samples than slots. Time both: in the case of
+    docs/several_gpus.md queue was slower."""
     vllm: Vllm = Vllm()
 
 
