@@ -33,6 +33,7 @@ from lockstep.types import (
     Sampling,
     Scored,
     TrainSequence,
+    repeated,
 )
 from tests.learner.batches import make_batch
 
@@ -150,3 +151,9 @@ def test_arguments_and_results_travel_as_their_method_names_them() -> None:
 def test_a_record_that_is_not_plain_is_refused() -> None:
     with pytest.raises((TypeError, NameError)):
         to_plain(LossInput, None)
+
+
+def test_equal_numbers_of_equal_count_are_one_object_and_zeros_keep_their_sign():
+    assert repeated(0.5, 3) == (0.5, 0.5, 0.5)
+    assert repeated(0.5, 3) is repeated(0.5, 3)
+    assert [math.copysign(1, one) for zero in (0.0, -0.0) for one in repeated(zero, 2)] == [1, 1, -1, -1]

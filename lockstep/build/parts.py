@@ -89,7 +89,7 @@ class Carried:
 
 
 class Meanwhile:
-    """Work that can wait for an update: the driver of workers does it while they update, a run of one process after it."""
+    """Work that can wait: the driver of workers does it while they update. Else it is done if its result is asked for."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], object]] = []
@@ -104,6 +104,10 @@ class Meanwhile:
         """Do what waits."""
         while self._waiting:
             self._waiting.pop(0)()
+
+    def drop(self) -> None:
+        """Forget what still waits, as all does in a run of one process."""
+        self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +131,4 @@ class Parts:
     peak: Callable[[], GpuPeak | None] = gpu_peak
     """Returns the largest use of a GPU so far, of all workers that train; None on a CPU."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
+    """Work of this process for the time of an update."""

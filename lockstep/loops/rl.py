@@ -54,7 +54,7 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                 advantages, update_metrics = improve(
                     parts, recipe, [groups[index] for index in kept], step, session.spikes, tokens
                 )
-            parts.meanwhile.do()  # what is left in a run of one process
+            parts.meanwhile.drop()
             metrics |= measured() | noise | update_metrics
             metrics |= session.sync() | floor.metrics(groups, metrics) | parts.rank_seconds()
             if stored:

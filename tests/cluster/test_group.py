@@ -81,6 +81,11 @@ def test_the_driver_works_while_workers_update() -> None:
             learner.update(Batch(()), cast(Any, None))
     assert [result() for result in results] == ["first", "second"]
     assert order == ["start update", "first", "second", "start update"]
+    third, unread = (meanwhile.later(lambda name=name: order.append(name) or name) for name in ("third", "unread"))
+    meanwhile.drop()
+    meanwhile.do()
+    assert [third(), order[4:]] == ["third", ["third"]]
+    assert unread() == "unread"
 
 
 def test_a_worker_that_has_room_gets_more_than_it_has_rows(tmp_path: Path, tiny_model_dir: Path) -> None:

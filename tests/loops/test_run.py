@@ -13,6 +13,7 @@ from lockstep.build import build as parts
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import ChatError, HealthStop, LearnerError, SyncError
 from lockstep.evaluation.records import read_score, score_path
+from lockstep.loops import rl
 from lockstep.loops.start import start_run
 from lockstep.models.weights import named_weights
 from lockstep.rollout.native import NativeEngine
@@ -53,6 +54,19 @@ def test_a_finished_run_explains_itself(gallery: Gallery) -> None:
     manifest = json.loads(run.manifest_path.read_text())
     assert manifest["formula"].startswith("L = 1/N")
     assert {"template_hash", "heldout_hash", "numerics", "batch"} <= manifest.keys()
+
+
+def test_a_run_of_one_process_makes_no_batch_of_prompts_twice(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(parts: object, recipe: object, step: int) -> None:
+        asked.append(step)
+
+    monkeypatch.setattr(rl, "prepare_prompts", counted)
+    trained(tmp_path, tiny_model_dir, NO_EVAL)
+    assert asked == []
 
 
 def test_a_run_is_the_same_again(tmp_path: Path, tiny_model_dir: Path, gallery: Gallery) -> None:
