@@ -102,7 +102,7 @@ class Arm:
         import torch
 
         from lockstep.build.exactness import settle_exactness
-        from lockstep.device import prepare_process
+        from lockstep.device import allow_repeatable_products, prepare_process
         from lockstep.learner.adapters import attach
         from lockstep.learner.learner import TorchLearner
         from lockstep.models import exact
@@ -111,6 +111,7 @@ class Arm:
 
         recipe = recipe_of(arm, shape)
         prepare_process(torch.device("cuda"), None)
+        allow_repeatable_products(torch.device("cuda"))
         model = model_of(shape, layers)
         fuse_layers(model)
         self.model = attach(model, recipe.adapter, seed=0)

@@ -14,6 +14,8 @@ import torch
 from lockstep.bf16_products import has_bf16_products, speed_up_bf16_products
 from lockstep.errors import ConfigError, MachineError
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
 
@@ -113,14 +115,36 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
         # A long sum that is split over blocks would otherwise be rounded to bf16 block by block: gradients are such sums.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cudnn.allow_tf32 = False  # torch's own default for matrix products, but not for convolutions
-        # torch asks for it before updates with a fixed order of sums (numerics.exact); it is Hopper's default size.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         keep_freed_memory()
         if not has_bf16_products():
             speed_up_bf16_products()
+
+
+def allow_repeatable_products(device: torch.device) -> None:
+    """Let torch use its deterministic algorithms on a GPU, which `numerics.exact` needs. For the start of a process.
+
+    torch refuses matrix products then unless a variable of the environment fixes cuBLAS's workspace, which it checks at the first
+    product. While the variable is there, torch also reads its numbers again at every product, which costs the host more time than
+    the rest of it: 50 to 170 µs instead of 14 (torch 2.11). So it is there for the first product only. The size is the one that a
+    Hopper GPU has anyway.
+    """
+    if device.type != "cuda" or WORKSPACE in os.environ:
+        return
+    os.environ[WORKSPACE] = ":4096:8"
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+    del os.environ[WORKSPACE]
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.mm(one, one)
+    except RuntimeError:  # a torch that checks it each time
+        os.environ[WORKSPACE] = ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def keep_freed_memory() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_never
 from torch import Tensor
 
 from lockstep.algorithms.build import Objective, build_objective
-from lockstep.build.exactness import settle_exactness
+from lockstep.build.exactness import settle_exactness, wants_exactness
 from lockstep.build.memory import execution, plan_run, rows_of_engine
 from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Carried, Parts, Policy, PolicyFacts
@@ -18,7 +18,7 @@ from lockstep.build.warm_start import adapter_weights, find_parent, load_base, r
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.adapter import keeps_mxfp4
 from lockstep.config.schema import Recipe
-from lockstep.device import choose_device, prepare_process
+from lockstep.device import allow_repeatable_products, choose_device, prepare_process
 from lockstep.envs.programs import MODEL
 from lockstep.errors import ConfigError
 from lockstep.learner.adapter_files import Base
@@ -86,6 +86,8 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     dtype = resolve_dtype(recipe.model.dtype, device)
     empty = meta_model(resolved.path, resolved.trust_remote_code)
     require_family(type(empty), empty.config)  # before weights are read
+    if wants_exactness(empty, recipe, on_gpu=device.type == "cuda"):
+        allow_repeatable_products(device)
     packed = keeps_mxfp4(recipe.adapter)
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION, packed=packed)
     load_base(base, parent)

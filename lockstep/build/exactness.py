@@ -21,10 +21,16 @@ FAMILIES = frozenset({"gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3"
 REPLAYED = "the engine that records routes (update.replay_routing) has attention of its own; other sums have one order"
 
 
+def wants_exactness(model: nn.Module, recipe: Recipe, *, on_gpu: bool) -> bool:
+    """Return whether the recipe asks for exactness with this model, which has no adapter and may be on torch's meta device."""
+    asked = recipe.numerics.exact
+    return bool(asked) if asked != "auto" else on_gpu and has_experts(model)
+
+
 def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
     """Turn exactness on for this process if the recipe asks for it and the device passes the test; else say why not."""
     asked, on_gpu = recipe.numerics.exact, next(model.parameters()).device.type == "cuda"
-    if not asked or (asked == "auto" and not (on_gpu and has_experts(base_model(model)))):
+    if not wants_exactness(base_model(model), recipe, on_gpu=on_gpu):
         exact.enable("", on=False)
         return
     if not on_gpu:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import AdamW, Lora, Recipe
-from lockstep.device import prepare_process
+from lockstep.device import allow_repeatable_products, prepare_process
 from lockstep.learner import learner
 from lockstep.learner.adapters import attach
 from lockstep.learner.flash import FLASH, Kernels
@@ -30,6 +30,8 @@ from tests.learner.models import plain, tokens, twin
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+if torch.cuda.is_available():  # before any test's first product
+    allow_repeatable_products(CUDA)
 DENSE = Kernels(lambda query: False, FLASH.forward, FLASH.backward)
 LAYOUTS: dict[str, tuple[list[Branch], int, bool]] = {
     "shared": ([Branch(256, (511, 300, 64)), Branch(3, (2, 130)), Branch(77, (0, 0))], 0, True),

@@ -28,6 +28,7 @@ from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.pool import Pool
 from lockstep.rollout.paged.prefill import Prefill, Span
 from lockstep.rollout.paged.scheduler import Running, begin_rows, check_room, ended_at, pages_for, pages_of, room_of
+from lockstep.rollout.paged.snapshot import Snapshot
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
@@ -36,7 +37,7 @@ from lockstep.types import Completion, Forward, ForwardReport, Request, Sampled,
 log = logging.getLogger(__name__)
 
 CHUNK = 16
-"""Number of decode steps between two checks for finished sequences."""
+"""Number of decode steps between two checks for finished sequences. The device makes the last of them during the check."""
 ENDLESS = 32768
 """Positions of the rotary tables for a model that states no longest context."""
 FORCED = 8
@@ -127,12 +128,11 @@ class PagedEngine:
                 while any(one.request.keep for one in self._done):  # the next turn need not wait for another chunk
                     yield self._done.popleft()
                 self._admit()
-                if self._active:
-                    self._start_chunk()
+                snapshot = self._start_chunk() if self._active else None
                 while self._done:  # the device decodes while the caller works on these
                     yield self._done.popleft()
-                if self._active:
-                    self._collect()
+                if snapshot is not None:
+                    self._collect(snapshot)
                 if between is not None:
                     between()
         self._pool.rest()
@@ -285,11 +285,19 @@ class PagedEngine:
         self._ops.advance(view, len(started), self._stops_X)
 
     # --- decoding -------------------------------------------------------------------------------------------------
-    def _start_chunk(self) -> None:
-        """Start some steps for every active sequence; a GPU makes them later."""
+    def _start_chunk(self) -> Snapshot:
+        """Start some steps for every active sequence; a GPU makes them later. Returns the state before the last of them."""
+        left = max(s.request.sampling.max_tokens - s.drawn for s in self._active)
+        steps = min(CHUNK, left)
+        behind = int(left > steps)  # if it is the last chunk of all, nothing is left to do meanwhile
+        self._start_steps(steps - behind)
+        snapshot = Snapshot(self._live, self._active, behind)
+        self._start_steps(behind)
+        return snapshot
+
+    def _start_steps(self, steps: int) -> None:
         rows, count = self._live, captured_rows(len(self._active), self._slots)
         cut = any(cuts(s.request.sampling) for s in self._active)
-        steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
         self.processed += steps * len(self._active)
         for _ in range(steps):
             with self._computation.running():
@@ -300,23 +308,21 @@ class PagedEngine:
             draw_cut(self._active, logits_BV, rows)
             self._ops.advance(rows, count, self._stops_X)
 
-    def _collect(self) -> None:
-        """Poll the active sequences, emit completions of finished ones, and compact the batch."""
-        rows, count = self._live, len(self._active)
-        done, drawn = torch.stack([rows.done_B[:count].int(), rows.drawn_B[:count]]).tolist()
-        for sequence, number in zip(self._active, drawn, strict=True):
-            sequence.drawn = number
-        read = [row for row, one in enumerate(self._active) if done[row] or one.request.sampling.stop]
+    def _collect(self, snapshot: Snapshot) -> None:
+        """Read a chunk's snapshot, emit completions of finished sequences, and compact the batch."""
+        snapshot.read()
+        read = [row for row, one in enumerate(self._active) if one.done or one.request.sampling.stop]
         finished = []
-        for row, row_ids, row_logprobs in self._read(read):
-            sequence = self._active[row]
-            end = ended_at(sequence, row_ids, bool(done[row]), self._decode, self._stop_ids)
-            if end is not None:
-                tokens, reason = end
-                kept = row_ids[:tokens], row_logprobs[:tokens]
-                self._done.append(Completion(sequence.request, *kept, reason, self.version))
-                self._pool.keep(sequence, kept[0])
-                finished.append(row)
+        with snapshot.beside():
+            for row, ids, logprobs in self._read(read):
+                sequence = self._active[row]
+                if (end := ended_at(sequence, ids, self._decode, self._stop_ids)) is not None:
+                    tokens, reason = end
+                    kept = ids[:tokens], logprobs[:tokens]
+                    self._done.append(Completion(sequence.request, *kept, reason, self.version))
+                    self._pool.keep(sequence, kept[0])
+                    finished.append(row)
+        snapshot.catch_up()
         self._remove(finished)
 
     def _read(self, places: Sequence[int]) -> Iterator[tuple[int, TokenIds, tuple[float, ...]]]:

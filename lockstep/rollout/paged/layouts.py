@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
@@ -36,11 +36,11 @@ class PagedPrefill:
 
     def __init__(self, cache: PageCache, pieces: Sequence[Piece], device: torch.device) -> None:
         self._cache, self._pieces = cache, pieces
-        self._own_T = _places([(piece.pages, range(piece.start, piece.end)) for piece in pieces], device)
-        self._continued = any(piece.start for piece in pieces)
-        self._all_S = (
-            _places([(piece.pages, range(piece.end)) for piece in pieces], device) if self._continued else self._own_T
-        )
+        self._own = _places([(piece.pages, range(piece.start, piece.end)) for piece in pieces], device)
+        """Pages of the tokens, and their places in these."""
+        self._all: tuple[Tensor, Tensor] | None = None
+        if any(piece.start for piece in pieces):
+            self._all = _places([(piece.pages, range(piece.end)) for piece in pieces], device)
         lengths, ends = [piece.end - piece.start for piece in pieces], [piece.end for piece in pieces]
         self.tokens = sum(lengths)
         self._queries, self._keys = Spans.of(lengths, device), Spans.of(ends, device)
@@ -50,11 +50,11 @@ class PagedPrefill:
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
         query_THD, key_TKD, value_TKD = (x[:, : self.tokens].transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        page_T, offset_T = self._own_T // PAGE, self._own_T % PAGE
+        page_T, offset_T = self._own
         keys[page_T, :, offset_T] = key_TKD
         values[page_T, :, offset_T] = value_TKD
-        if self._continued:
-            page_S, offset_S = self._all_S // PAGE, self._all_S % PAGE
+        if self._all is not None:
+            page_S, offset_S = self._all
             key_TKD, value_TKD = keys[page_S, :, offset_S], values[page_S, :, offset_S]
         if exact.enabled():
             from lockstep.models.ordered_attention import stream_attention  # Triton
@@ -65,9 +65,8 @@ class PagedPrefill:
             output_THD = varlen_attention(query_THD, key_TKD, value_TKD, self._queries, self._keys, kind)
         else:
             output_THD = self._dense(query_THD, key_TKD, value_TKD, kind)
-        padded_THD = query_HTD.new_zeros(query_HTD.shape[1], query_HTD.shape[0], query_HTD.shape[2])
-        padded_THD[: self.tokens] = output_THD
-        return padded_THD
+        padding = query_HTD.shape[1] - self.tokens
+        return nn.functional.pad(output_THD, (0, 0, 0, 0, 0, padding)) if padding else output_THD
 
     def _dense(self, query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, kind: AttentionKind) -> Tensor:
         outputs, query_at, key_at = [], 0, 0
@@ -93,10 +92,12 @@ class PagedDecode:
         return output_BX.view(output_BX.shape[0], query_HTD.shape[0], query_HTD.shape[2])
 
 
-def _places(spans: Sequence[tuple[Sequence[int], range]], device: torch.device) -> Tensor:
-    """Return page × PAGE + offset of tokens, span by span."""
-    places = []
-    for pages, span in spans:
+def _places(spans: Sequence[tuple[Sequence[int], range]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the pages of tokens, span by span, and the places in these."""
+    pages, places = [], []
+    for owned, span in spans:
         token_T = np.arange(span.start, span.stop)
-        places.append(np.asarray(pages, dtype=np.int64)[token_T // PAGE] * PAGE + token_T % PAGE)
-    return torch.from_numpy(np.concatenate(places)).to(device)
+        pages.append(np.asarray(owned, dtype=np.int64)[token_T // PAGE])
+        places.append(token_T % PAGE)
+    page_T, place_T = torch.from_numpy(np.stack([np.concatenate(pages), np.concatenate(places)])).to(device)
+    return page_T, place_T

@@ -40,7 +40,9 @@ class Running:
     own: list[int]
     """Pages of this sequence alone."""
     drawn: int = 0
-    """Number of tokens sampled at the host's last check."""
+    """Number of tokens sampled, as far as the host knows."""
+    done: bool = False
+    """Whether the device has ended it, as far as the host knows."""
     read: int = 0
     """Number of tokens already searched for stop strings."""
 
@@ -127,7 +129,6 @@ def check_room(requests: Iterable[Request], pages: int) -> None:
 def ended_at(
     sequence: Running,
     ids: Sequence[int],
-    done: bool,
     decode: Callable[[Sequence[int]], str],
     stop_ids: frozenset[int],
 ) -> tuple[int, FinishReason] | None:
@@ -141,7 +142,7 @@ def ended_at(
             if any(stop in text for stop in stops):
                 return end, FinishReason.STOP
         sequence.read = sequence.drawn
-    if not done:
+    if not sequence.done:
         return None
     ended = ids[sequence.drawn - 1] in stop_ids and not sequence.request.sampling.ignore_eos
     return sequence.drawn, FinishReason.STOP if ended else FinishReason.LENGTH

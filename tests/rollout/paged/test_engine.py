@@ -21,7 +21,7 @@ from lockstep.models.small import random_model, small_config
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.rollout.paged import prefill
-from lockstep.rollout.paged.engine import PagedEngine
+from lockstep.rollout.paged.engine import CHUNK, PagedEngine
 from lockstep.rollout.paged.forms import FAMILIES as FORMS
 from lockstep.rollout.paged.state import PAGE
 from lockstep.types import Request, Sampling
@@ -278,7 +278,7 @@ def test_the_next_steps_are_started_before_what_ended_is_read(monkeypatch: pytes
     """A GPU decodes while replies are graded; only one that may have a next turn, which could begin at once, comes first."""
     engine, started = paged_over(plain("llama")), []
     start = engine._start_chunk
-    monkeypatch.setattr(engine, "_start_chunk", lambda: (started.append(len(engine._active)), start()))
+    monkeypatch.setattr(engine, "_start_chunk", lambda: started.append(len(engine._active)) or start())
     short, long = (
         request(name, tokens(5, 1), Sampling(n, ignore_eos=True)) for name, n in (("short", 3), ("long", 40))
     )
@@ -300,6 +300,23 @@ def test_all_rows_are_filled_at_once_and_no_step_is_wasted(monkeypatch: pytest.M
     ]
     finish(engine, asked)
     assert steps == [16] * 29  # the first token comes with the prompt
+
+
+def test_the_last_step_of_a_chunk_is_made_while_what_ended_before_it_is_read(monkeypatch: pytest.MonkeyPatch):
+    """A row that ends in it is read with the next chunk; its tokens, and those of rows that go on, are the same."""
+    lengths = (CHUNK, CHUNK + 1, CHUNK + 2, 3 * CHUNK)  # the first token comes with the prompt
+    model = twin(plain("llama"))
+    engine, made, reads = paged_over(model, slots=4), [], []
+    sample, read = engine._step.sample, engine._read
+    monkeypatch.setattr(engine._step, "sample", lambda count: made.append(count) or sample(count))
+    monkeypatch.setattr(engine, "_read", lambda places: reads.append((len(made), list(places))) or read(places))
+    asked = [request(str(n), tokens(9, n), Sampling(n, ignore_eos=True), group=str(n)) for n in lengths]
+    found = finish(engine, asked)
+    assert [len(found[str(n)].ids) for n in lengths] == list(lengths)
+    # Two end in the first chunk: one before its last step, one in it. Of three left the next two end in the second.
+    assert [one for one in reads if one[1]] == [(CHUNK, [0]), (2 * CHUNK, [0, 1]), (3 * CHUNK - 1, [0])]
+    alone = finish(paged_over(model, slots=1), asked)
+    assert {key: one.ids for key, one in found.items()} == {key: one.ids for key, one in alone.items()}
 
 
 def test_prompts_that_wait_give_way_to_the_first_in_the_queue(monkeypatch: pytest.MonkeyPatch):
