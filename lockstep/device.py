@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from lockstep.bf16_products import has_bf16_products, speed_up_bf16_products
 from lockstep.errors import ConfigError, MachineError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+COLLECT_AFTER = 5000
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
@@ -87,13 +89,26 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_objects() -> None:
-    """Leave all objects that live now out of garbage collections until gc.unfreeze: to look at those of an imported torch, a
-    collection takes longer than a step's own work in Python.
+def keep_objects() -> Callable[[], None]:
+    """Leave all objects that live now out of garbage collections, which from now on come after COLLECT_AFTER new objects.
+
+    Returns a function that undoes both.
+
+    To look at the objects of an imported torch, a collection takes longer than a step's own work in Python, and the tuples of a
+    batch's tokens are many new objects, none of them garbage.
     """
+    before = gc.get_threshold()
     if has_gpu():
         gc.collect()  # garbage would hold its memory
     gc.freeze()
+    if before[0]:  # else there are none
+        gc.set_threshold(max(COLLECT_AFTER, before[0]), *before[1:])
+
+    def undo() -> None:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+    return undo
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -124,7 +139,7 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
 
 
 def allow_repeatable_products(device: torch.device) -> None:
-    """Let torch use its deterministic algorithms on a GPU, which `numerics.exact` needs. For the start of a process.
+    """Make torch's deterministic algorithms usable on a GPU, which `numerics.exact` needs. For the start of a process.
 
     torch refuses matrix products then unless a variable of the environment fixes cuBLAS's workspace, which it checks at the first
     product. While the variable is there, torch also reads its numbers again at every product, which costs the host more time than

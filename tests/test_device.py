@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from lockstep.device import choose_device, prepare_process, use_gpu
+from lockstep.device import COLLECT_AFTER, choose_device, keep_objects, prepare_process, use_gpu
 from lockstep.errors import ConfigError, MachineError
 
 
@@ -43,6 +44,18 @@ print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), 1e-
     assert output[:2] == ["3", "True"]
     assert output[2] == "True"  # denormal numbers are left alone: the setting would be the whole process's
     assert int(output[4]) < int(output[3]) / 10
+
+
+def test_objects_that_are_kept_are_not_looked_at_until_that_is_undone():
+    gc.collect()
+    frozen, before = gc.get_freeze_count(), gc.get_threshold()
+    undo = keep_objects()
+    try:
+        assert gc.get_freeze_count() > frozen
+        assert gc.get_threshold() == (COLLECT_AFTER, *before[1:])
+    finally:
+        undo()
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, before)
 
 
 def test_on_a_gpu_sums_of_products_are_not_rounded_to_half_precision():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,8 +76,7 @@ class Session:
             cut = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
             self._exact = probe is not None and probe.tolerance == 0 and not cut
             ends.enter_context(self._stop)
-            keep_objects()
-            ends.callback(gc.unfreeze)
+            ends.callback(keep_objects())
             self._ends = ends.pop_all()
         return self
 

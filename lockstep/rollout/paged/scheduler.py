@@ -42,7 +42,7 @@ class Running:
     drawn: int = 0
     """Number of tokens sampled, as far as the host knows."""
     done: bool = False
-    """Whether the device has ended it, as far as the host knows."""
+    """True once the host knows that the device has ended it."""
     read: int = 0
     """Number of tokens already searched for stop strings."""
 
