@@ -142,9 +142,8 @@ def allow_repeatable_products(device: torch.device) -> None:
     """Make torch's deterministic algorithms usable on a GPU, which `numerics.exact` needs. For the start of a process.
 
     torch refuses matrix products then unless a variable of the environment fixes cuBLAS's workspace, which it checks at the first
-    product. While the variable is there, torch also reads its numbers again at every product, which costs the host more time than
-    the rest of it: 50 to 170 µs instead of 14 (torch 2.11). So it is there for the first product only. The size is the one that a
-    Hopper GPU has anyway.
+    product. While the variable is there, torch also parses it again at every product, which costs the host several times what the
+    rest of it does (torch 2.11). So it is there for the first product only. The size is the one that a Hopper GPU has anyway.
     """
     if device.type != "cuda" or WORKSPACE in os.environ:
         return

@@ -17,7 +17,9 @@ from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
+from lockstep.learner.packing import microbatches
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
+from lockstep.learner.ranks import own_parts
 from lockstep.learner.value_head import CriticShare, critic_metrics
 from lockstep.rollout.requests import check_idle, check_version
 from lockstep.sync.compare import Mismatch, compare
@@ -62,14 +64,18 @@ class GroupLearner:
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Make one optimizer step on a batch. The workers take the loss from the recipe, as `loss` was."""
-        workers, everyone, sequences = self._workers, range(self._workers.size), batch.sequences
-        for start in range(0, len(sequences), TOGETHER):  # read by the workers while the next are written
-            workers.start(everyone, "take_in", sequences[start : start + TOGETHER])
-        workers.start(everyone, "update", replace(batch, sequences=()))
+        workers, everyone, facts, sequences = self._workers, range(self._workers.size), self._facts, batch.sequences
+        tokens, share = facts.microbatch_tokens, facts.share_prompts
+        chunks = microbatches(sequences, tokens, share_prompts=share, prefix=batch.prefix)
+        parts, messages = own_parts(sequences, chunks, workers.size), range(0, len(sequences), TOGETHER * workers.size)
+        for start in messages:  # read by the workers while the next are written
+            for rank, part in enumerate(parts):
+                workers.start([rank], "take_in", part[start : start + messages.step])
+        workers.start(everyone, "update", replace(batch, sequences=()), chunks)
         self._meanwhile.do()
-        for _ in range(0, len(sequences), TOGETHER):
+        for _ in messages:
             workers.collect(everyone, "take_in")
-        shares: list[Share] = workers.collect(everyone, "update", batch)
+        shares: list[Share] = workers.collect(everyone, "update")
         self.version, self.skipped, self.scored = self.version + 1, shares[0].skipped, scored_by(shares)
         return update_metrics(shares)
 
@@ -89,8 +95,8 @@ class GroupLearner:
 
     def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
         """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
-        found: tuple[int, tuple[str, ...]] = self._workers.call("learner.prepare_numerics", numeric)[0]
-        return found
+        layers, alone = self._workers.call("learner.prepare_numerics", numeric)[0]
+        return layers, alone
 
     def describe(self) -> LearnerFacts:
         """Return facts for the log and the manifest."""
@@ -299,9 +305,8 @@ class GroupSync:
         if seen != [f"{name}: differs, other values on rank {rank}"]:
             raise blind(f"{name} on rank {rank}", seen)
         if self._held() != before:
-            raise SyncError(
-                "the bit that was flipped to test the proof was not restored", where=name, fix="resume the run"
-            )
+            what = "the bit that was flipped to test the proof was not restored"
+            raise SyncError(what, where=name, fix="resume the run")
         return name
 
     def _held(self) -> list[Fingerprints]:
@@ -320,11 +325,9 @@ class GroupSync:
         if self._samplers is not None and proofs[0].probe is not None:
             self._samplers.require_same_scores()
         if faults := differing(combine(truth), held):
-            raise SyncError(
-                f"{len(faults)} tensors differ from those of the workers that own them: {'; '.join(map(str, faults[:8]))}",
-                where=f"sync of version {proofs[0].version}",
-                fix="use no sample and no score of this run's last step; resume from the last checkpoint",
-            )
+            what, first = "tensors differ from those of the workers that own them", "; ".join(map(str, faults[:8]))
+            fix = "use no sample and no score of this run's last step; resume from the last checkpoint"
+            raise SyncError(f"{len(faults)} {what}: {first}", where=f"sync of version {proofs[0].version}", fix=fix)
         self.shift = found[0].shift
         return max(proofs, key=lambda proof: proof.probe.mean if proof.probe else 0.0)
 
@@ -340,9 +343,8 @@ def differing(truth: Fingerprints, held: Sequence[Fingerprints]) -> list[Mismatc
 
 def _agreed(held: Sequence[Fingerprints]) -> Fingerprints:
     if faults := differing(held[0], held):
-        raise SyncError(
-            f"workers hold different weights: {'; '.join(map(str, faults[:8]))}", fix="resume from the last checkpoint"
-        )
+        what = f"workers hold different weights: {'; '.join(map(str, faults[:8]))}"
+        raise SyncError(what, fix="resume from the last checkpoint")
     return held[0]
 
 

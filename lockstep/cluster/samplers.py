@@ -111,8 +111,6 @@ class Samplers(Workers):
             theirs = [value for row in rows for value in row]
             gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
             if not gap <= tolerance:
-                raise SyncError(
-                    f"the worker's log-probabilities of the probe differ by {gap:.3g} on average; {tolerance:.3g} is allowed",
-                    where=f"rank {self.ranks[rank]}",
-                    fix="use no sample of this run's last step; resume from the last checkpoint",
-                )
+                what = f"its log-probabilities of the probe differ by {gap:.3g} on average; {tolerance:.3g} is allowed"
+                fix = "use no sample of this run's last step; resume from the last checkpoint"
+                raise SyncError(what, where=f"rank {self.ranks[rank]}", fix=fix)

@@ -57,13 +57,13 @@ class Worker(Sampler):
 
     # --- learner and critic ---------------------------------------------------------------------------------------
     def take_in(self, sequences: tuple[TrainSequence, ...]) -> None:
-        """Take some of the sequences of the next update."""
+        """Take some of the sequences of the next update. Those of other ranks are empty."""
         self._taken += sequences
 
-    def update(self, batch: Batch) -> Share:
-        """Make this rank's share of an update of the sequences that were taken in."""
+    def update(self, batch: Batch, chunks: list[list[int]]) -> Share:
+        """Make this rank's share of an update of the sequences that were taken in, in these micro-batches of all ranks."""
         whole, self._taken = replace(batch, sequences=self._taken), ()
-        return self.learner.update_share(whole, self._objective.loss)
+        return self.learner.update_share(whole, self._objective.loss, chunks)
 
     def save(self) -> tuple[WeightsFile, Mapping[str, str], Mapping[str, int]]:
         """Write this rank's part of the optimizer, and as rank 0 the weights; returns the weights' file, texts and counters."""

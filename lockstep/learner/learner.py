@@ -114,10 +114,8 @@ class TorchLearner:
             settle(reference, recipe.numerics)
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
-            raise LearnerError(
-                "no parameter of the model is trained",
-                fix="choose an adapter, or train all weights with adapter.kind=none",
-            )
+            fix = "choose an adapter, or train all weights with adapter.kind=none"
+            raise LearnerError("no parameter of the model is trained", fix=fix)
         self.optimizer = build_optimizer(self.trainable, recipe.optimizer, ranks)
         if self.optimizer.note:
             self.notes = (*self.notes, self.optimizer.note)
@@ -163,23 +161,27 @@ class TorchLearner:
         self.scored = scored_by([share])
         return update_metrics([share])
 
-    def update_share(self, batch: Batch, loss: Loss) -> Share:
-        """Make this rank's share of an update; of a single rank that is all of it."""
+    def update_share(self, batch: Batch, loss: Loss, chunks: Sequence[Sequence[int]] | None = None) -> Share:
+        """Make this rank's share of an update; of a single rank that is all of it.
+
+        `chunks` are the micro-batches of all ranks, where a driver has made them; then sequences of other ranks may be empty.
+        """
         require_clean(self.model, "an update")
         statistics, splits = UpdateStatistics(), 0
         self.optimizer.forget()  # left by an update that failed between its micro-batches
         if self._value is not None:
             self._value.forget()
         rank, size = self._place
-        for number, chunks in enumerate(deal(self._chunks(batch.sequences, batch.prefix), size)):
-            if rank < len(chunks):
-                packed = self._pack(batch.sequences, chunks[rank], batch.prefix)
+        chunks = self._chunks(batch.sequences, batch.prefix) if chunks is None else chunks
+        for number, dealt in enumerate(deal(chunks, size)):
+            if rank < len(dealt):
+                packed = self._pack(batch.sequences, dealt[rank], batch.prefix)
                 statistics.begin(number * size + rank)
                 if self._value is not None:
                     self._value.begin(number * size + rank)
                 splits += self._train(packed, batch, loss, statistics)
             for optimizer in self._optimizers:
-                optimizer.exchange(len(chunks))
+                optimizer.exchange(len(dealt))
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
         with memory_for_step(f"optimizer step {self.optimizer_step}"):
             outcome = self.optimizer.step(lr)
@@ -201,7 +203,8 @@ class TorchLearner:
         facts = facts_of(self.model)
         lines = (*describe(self._adapter, self.model).splitlines(), *self.notes)
         trained = sum(parameter.numel() for parameter in self.trainable.values())
-        return LearnerFacts(str(self._device), lines, facts.base.fingerprint if facts else "", trained)
+        base, tokens = facts.base.fingerprint if facts else "", self.execution.tokens_per_microbatch
+        return LearnerFacts(str(self._device), lines, base, trained, tokens, self._plan.share_prompts)
 
     def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
         """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
@@ -312,11 +315,8 @@ class TorchLearner:
         if self._reference is not None:
             return nullcontext(self._reference)
         if not hasattr(self.model, "disable_adapter"):
-            raise LearnerError(
-                "the KL penalty needs a reference model, but there is none",
-                where="algorithm.kl",
-                fix="build the learner with a reference model",
-            )
+            what = "the KL penalty needs a reference model, but there is none"
+            raise LearnerError(what, where="algorithm.kl", fix="build the learner with a reference model")
         return as_reference(self.model)
 
 

@@ -50,6 +50,10 @@ class LearnerFacts:
     """Fingerprint of the frozen base under an adapter; empty if all weights are trained."""
     trained: int
     """Number of weights that are trained."""
+    microbatch_tokens: int = 0
+    """Most tokens of a micro-batch."""
+    share_prompts: bool = False
+    """True if a micro-batch holds the prompt of a group once."""
 
 
 @dataclass(frozen=True, slots=True)

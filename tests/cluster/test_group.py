@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,9 @@ from lockstep.cluster.group import GroupEngine, GroupLearner
 from lockstep.cluster.process_workers import Workers
 from lockstep.cluster.sampler import SampledReply
 from lockstep.errors import EngineError
-from lockstep.types import Batch, FinishReason, Request, Sampling
+from lockstep.learner.packing import as_sequence
+from lockstep.learner.protocol import Share
+from lockstep.types import Batch, FinishReason, LearnerFacts, Request, Sampling, TrainSequence
 from tests.loops.runs import recipe
 
 
@@ -73,8 +76,8 @@ def test_the_driver_works_while_workers_update() -> None:
         def collect(self, ranks: range, method: str, *arguments: object) -> list[Any]:
             raise EngineError("the worker stops here", fix="nothing")
 
-    meanwhile, workers, facts = Meanwhile(), Busy(), None
-    learner = GroupLearner(cast(Any, workers), cast(Any, facts), meanwhile)
+    meanwhile, workers = Meanwhile(), Busy()
+    learner = GroupLearner(cast(Any, workers), LearnerFacts("cpu", (), "", 1, 16), meanwhile)
     results = [meanwhile.later(lambda name=name: order.append(name) or name) for name in ("first", "second")]
     for _ in range(2):  # of several updates in a step
         with pytest.raises(EngineError, match="stops here"):
@@ -86,6 +89,34 @@ def test_the_driver_works_while_workers_update() -> None:
     meanwhile.do()
     assert [third(), order[4:]] == ["third", ["third"]]
     assert unread() == "unread"
+
+
+def test_each_worker_gets_the_sequences_of_its_own_microbatches() -> None:
+    taken: dict[int, list[TrainSequence]] = {0: [], 1: []}
+    dealt: list[list[list[int]]] = []
+
+    class Taking:
+        size = 2
+
+        def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
+            if method == "take_in":
+                for rank in ranks:
+                    taken[rank] += arguments[0]
+            else:
+                dealt.append(arguments[1])
+
+        def collect(self, ranks: range, method: str, *arguments: object) -> list[Any]:
+            return [Share((), 1.0, False, 0, 0.1, 0) for _ in ranks]
+
+    sequences = tuple(as_sequence((1, 2, 3, 4, number), number) for number in range(150))
+    learner = GroupLearner(cast(Any, Taking()), LearnerFacts("cpu", (), "", 1, 9), Meanwhile())
+    learner.update(Batch(sequences), cast(Any, None))
+    (chunks,) = dealt
+    assert sorted(place for chunk in chunks for place in chunk) == list(range(150))
+    assert len(chunks) > 70  # two of them fit
+    for rank, found in taken.items():
+        own = {place for chunk in chunks[rank::2] for place in chunk}
+        assert [one.ids for one in found] == [one.ids if i in own else () for i, one in enumerate(sequences)]
 
 
 def test_a_worker_that_has_room_gets_more_than_it_has_rows(tmp_path: Path, tiny_model_dir: Path) -> None:

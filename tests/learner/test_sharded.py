@@ -20,11 +20,11 @@ from lockstep.learner.adapters import attach
 from lockstep.learner.learner import TorchLearner
 from lockstep.learner.packing import as_sequence, microbatches
 from lockstep.learner.protocol import update_metrics
-from lockstep.learner.ranks import Ranks, assign_owners, deal
+from lockstep.learner.ranks import Ranks, assign_owners, deal, own_parts
 from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.models.weights import named_weights
 from lockstep.sync.fingerprint import fingerprint
-from lockstep.types import Batch, Metrics
+from lockstep.types import Batch, LearnerFacts, Metrics
 from tests.learner.batches import make_batch
 from tests.learner.models import plain, tokens, twin
 from tests.learner.thread_ranks import together
@@ -70,7 +70,8 @@ def train(name: str, ranks: int, family: str = "llama-tied") -> Trained:
 
     def body(own: Ranks | None) -> Trained:
         learner = TorchLearner(model_of(name, family), recipe, ranks=own)
-        shares = [learner.update_share(batch, loss) for batch in batches()]
+        dealt = [as_dealt(batch, learner.describe(), own) if own else (batch, None) for batch in batches()]
+        shares = [learner.update_share(batch, loss, chunks) for batch, chunks in dealt]
         weights = {name: tensor.clone() for name, tensor in named_weights(learner.model)}
         return shares, weights, {key: tensor.clone() for key, tensor in learner.optimizer.tensors().items()}
 
@@ -82,6 +83,16 @@ def train(name: str, ranks: int, family: str = "llama-tied") -> Trained:
         assert not state.keys() & part.keys()
         state |= part
     return [update_metrics(shares) for shares in zip(*(one[0] for one in found), strict=True)], found[0][1], state
+
+
+def as_dealt(batch: Batch, facts: LearnerFacts, own: Ranks) -> tuple[Batch, list[list[int]]]:
+    """Return what a driver gives to a rank: its own sequences alone, and the micro-batches of all."""
+    sequences, budget = batch.sequences, facts.microbatch_tokens
+    chunks = microbatches(sequences, budget, share_prompts=facts.share_prompts, prefix=batch.prefix)
+    part = own_parts(sequences, chunks, own.size)[own.rank]
+    mine = {place for chunk in chunks[own.rank :: own.size] for place in chunk}
+    assert [bool(one.ids) for one in part] == [place in mine for place in range(len(sequences))]
+    return replace(batch, sequences=tuple(part)), chunks
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
