@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError, MachineError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 COLLECT_AFTER = 5000
+"""New objects after which a run looks for garbage, which might hold memory of a GPU. Python's own number is 700."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
@@ -89,8 +90,8 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_objects() -> Callable[[], None]:
-    """Leave all objects that live now out of garbage collections, which from now on come after COLLECT_AFTER new objects.
+def keep_objects(after: int = COLLECT_AFTER) -> Callable[[], None]:
+    """Leave all objects that live now out of garbage collections, which from now on come after `after` new objects.
 
     Returns a function that undoes both.
 
@@ -102,7 +103,7 @@ def keep_objects() -> Callable[[], None]:
         gc.collect()  # garbage would hold its memory
     gc.freeze()
     if before[0]:  # else there are none
-        gc.set_threshold(max(COLLECT_AFTER, before[0]), *before[1:])
+        gc.set_threshold(max(after, before[0]), *before[1:])
 
     def undo() -> None:
         gc.unfreeze()
@@ -142,8 +143,8 @@ def allow_repeatable_products(device: torch.device) -> None:
     """Make torch's deterministic algorithms usable on a GPU, which `numerics.exact` needs. For the start of a process.
 
     torch refuses matrix products then unless a variable of the environment fixes cuBLAS's workspace, which it checks at the first
-    product. While the variable is there, torch also parses it again at every product, which costs the host several times what the
-    rest of it does (torch 2.11). So it is there for the first product only. The size is the one that a Hopper GPU has anyway.
+    product. While the variable is there, every product costs the host several times as much (measured with torch 2.11). So it is
+    there for the first product only. The size is the one that a Hopper GPU has anyway.
     """
     if device.type != "cuda" or WORKSPACE in os.environ:
         return

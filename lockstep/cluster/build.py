@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from lockstep.cluster.sampler import Facts
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN
 from lockstep.config.schema import Colocated, Local, Recipe, Split
-from lockstep.device import GpuPeak, choose_device
+from lockstep.device import GpuPeak, choose_device, keep_objects
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.batch import placement_lines
@@ -99,8 +98,7 @@ def start_workers(
     resolved = resolve(recipe.model)  # downloads are made once, before the workers look
     started = ProcessWorkers(placement, folder, gpu=choose_device(recipe.device).type == "cuda", trainer=trainer)
     stack.callback(started.close)
-    stack.callback(gc.set_threshold, *gc.get_threshold())
-    gc.set_threshold(OBJECTS)
+    stack.callback(keep_objects(OBJECTS))
     return resolved, started
 
 

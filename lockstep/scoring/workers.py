@@ -34,7 +34,7 @@ class Evaluator(Sampler):
         self._prepare(recipe)
         self._own = own = build_eval_model(self._recipe, replaced=weights)
         self._chat, self._model, self.engine = own.policy.chat, own.policy.model, own.engine
-        learner = LearnerFacts(str(self._device), (), own.base, 0)
+        learner = LearnerFacts(str(self._device), (), own.base, 0, 0, False)
         return Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None)
 
     def read(self, path: str, step: int, meta: dict[str, Any]) -> tuple[int, str, str]:

@@ -50,9 +50,9 @@ class LearnerFacts:
     """Fingerprint of the frozen base under an adapter; empty if all weights are trained."""
     trained: int
     """Number of weights that are trained."""
-    microbatch_tokens: int = 0
+    microbatch_tokens: int
     """Most tokens of a micro-batch."""
-    share_prompts: bool = False
+    share_prompts: bool
     """True if a micro-batch holds the prompt of a group once."""
 
 

@@ -77,7 +77,7 @@ def test_the_driver_works_while_workers_update() -> None:
             raise EngineError("the worker stops here", fix="nothing")
 
     meanwhile, workers = Meanwhile(), Busy()
-    learner = GroupLearner(cast(Any, workers), LearnerFacts("cpu", (), "", 1, 16), meanwhile)
+    learner = GroupLearner(cast(Any, workers), LearnerFacts("cpu", (), "", 1, 16, False), meanwhile)
     results = [meanwhile.later(lambda name=name: order.append(name) or name) for name in ("first", "second")]
     for _ in range(2):  # of several updates in a step
         with pytest.raises(EngineError, match="stops here"):
@@ -109,7 +109,7 @@ def test_each_worker_gets_the_sequences_of_its_own_microbatches() -> None:
             return [Share((), 1.0, False, 0, 0.1, 0) for _ in ranks]
 
     sequences = tuple(as_sequence((1, 2, 3, 4, number), number) for number in range(150))
-    learner = GroupLearner(cast(Any, Taking()), LearnerFacts("cpu", (), "", 1, 9), Meanwhile())
+    learner = GroupLearner(cast(Any, Taking()), LearnerFacts("cpu", (), "", 1, 9, False), Meanwhile())
     learner.update(Batch(sequences), cast(Any, None))
     (chunks,) = dealt
     assert sorted(place for chunk in chunks for place in chunk) == list(range(150))

@@ -313,7 +313,7 @@ class PagedEngine:
         snapshot.read()
         read = [row for row, one in enumerate(self._active) if one.done or one.request.sampling.stop]
         finished = []
-        with snapshot.beside():
+        with snapshot.beside(self._active):
             for row, ids, logprobs in self._read(read):
                 sequence = self._active[row]
                 if (end := ended_at(sequence, ids, self._decode, self._stop_ids)) is not None:

@@ -37,9 +37,13 @@ class Snapshot:
         for sequence in self._sequences:
             sequence.drawn += 0 if sequence.done else self._behind
 
-    def beside(self) -> AbstractContextManager[object]:
-        """Return a context in which reads do not wait for the later steps. Tokens that are there stay as they are in these."""
-        return nullcontext() if self._taken is None else torch.cuda.stream(_reading_stream())
+    def beside(self, active: Sequence[Running]) -> AbstractContextManager[object]:
+        """Return a context in which reads do not wait for the later steps. Tokens that are there stay as they are in these.
+
+        `active` are the sequences that run now: if some were cancelled meanwhile, rows move after these steps, and reads wait.
+        """
+        moved = len(active) != len(self._sequences)
+        return nullcontext() if self._taken is None or moved else torch.cuda.stream(_reading_stream())
 
 
 @cache

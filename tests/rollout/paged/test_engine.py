@@ -21,8 +21,11 @@ from lockstep.models.small import random_model, small_config
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.rollout.paged import prefill
+from lockstep.rollout.paged import snapshot as snapshots
 from lockstep.rollout.paged.engine import CHUNK, PagedEngine
 from lockstep.rollout.paged.forms import FAMILIES as FORMS
+from lockstep.rollout.paged.scheduler import Running
+from lockstep.rollout.paged.snapshot import Snapshot
 from lockstep.rollout.paged.state import PAGE
 from lockstep.types import Request, Sampling
 from tests.docs.models_page import default
@@ -317,6 +320,34 @@ def test_the_last_step_of_a_chunk_is_made_while_what_ended_before_it_is_read(mon
     assert [one for one in reads if one[1]] == [(CHUNK, [0]), (2 * CHUNK, [0, 1]), (3 * CHUNK - 1, [0])]
     alone = finish(paged_over(model, slots=1), asked)
     assert {key: one.ids for key, one in found.items()} == {key: one.ids for key, one in alone.items()}
+
+
+def test_after_a_cancel_reads_wait_for_the_steps_behind_which_rows_moved(monkeypatch: pytest.MonkeyPatch):
+    """A reply is handed out while a chunk runs; who gets it may cancel another, whose row is then filled by the next one."""
+    engine, contexts, beside = paged_over(twin(plain("llama")), slots=4), [], Snapshot.beside
+
+    def seen(snapshot: Snapshot, active: list[Running]) -> object:
+        monkeypatch.setattr(snapshot, "_taken", object())  # as on a GPU
+        contexts.append(beside(snapshot, active) == "beside")
+        monkeypatch.setattr(snapshot, "_taken", None)
+        return beside(snapshot, active)
+
+    monkeypatch.setattr(Snapshot, "beside", seen)
+    monkeypatch.setattr(snapshots, "_reading_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: "beside")
+    lengths = {"short": 3, "cancelled": 60, "long": 60}
+    engine.submit([request(name, tokens(5, 1), Sampling(n, ignore_eos=True)) for name, n in lengths.items()])
+    found = {}
+    for one in engine.completed():
+        found[one.request.id] = one
+        if one.request.id == "short":
+            engine.cancel("cancelled")
+    assert contexts[:3] == [True, False, True]
+    alone = finish(
+        paged_over(twin(plain("llama")), slots=1), [request("long", tokens(5, 1), Sampling(60, ignore_eos=True))]
+    )
+    assert found.keys() == {"short", "long"}
+    assert found["long"].ids == alone["long"].ids
 
 
 def test_prompts_that_wait_give_way_to_the_first_in_the_queue(monkeypatch: pytest.MonkeyPatch):
