@@ -12,14 +12,14 @@ from torch import Tensor
 from lockstep.build.parts import Meanwhile
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.cluster.sampler import TOGETHER, RankProof
+from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
 from lockstep.learner.packing import microbatches
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
-from lockstep.learner.ranks import own_parts
+from lockstep.learner.ranks import deal
 from lockstep.learner.value_head import CriticShare, critic_metrics
 from lockstep.rollout.requests import check_idle, check_version
 from lockstep.sync.compare import Mismatch, compare
@@ -66,16 +66,18 @@ class GroupLearner:
         """Make one optimizer step on a batch. The workers take the loss from the recipe, as `loss` was."""
         workers, everyone, facts, sequences = self._workers, range(self._workers.size), self._facts, batch.sequences
         tokens, share = facts.microbatch_tokens, facts.share_prompts
-        chunks = microbatches(sequences, tokens, share_prompts=share, prefix=batch.prefix)
-        parts, messages = own_parts(sequences, chunks, workers.size), range(0, len(sequences), TOGETHER * workers.size)
-        for start in messages:  # read by the workers while the next are written
-            for rank, part in enumerate(parts):
-                workers.start([rank], "take_in", part[start : start + messages.step])
-        workers.start(everyone, "update", replace(batch, sequences=()), chunks)
+        rounds = deal(microbatches(sequences, tokens, share_prompts=share, prefix=batch.prefix), workers.size)
+        workers.start(everyone, "learner.begin_update")
+        for number, dealt in enumerate(rounds):  # the workers train on each while the next are written
+            for rank in everyone:
+                own = dealt[rank] if rank < len(dealt) else []
+                part = replace(batch, sequences=tuple(sequences[place] for place in own))
+                workers.start([rank], "train", part, own, number * workers.size + rank, len(dealt))
+        workers.start(everyone, "learner.finish_update")
         self._meanwhile.do()
-        for _ in messages:
-            workers.collect(everyone, "take_in")
-        shares: list[Share] = workers.collect(everyone, "update")
+        for method in ("learner.begin_update", *["train"] * len(rounds)):
+            workers.collect(everyone, method)
+        shares: list[Share] = workers.collect(everyone, "learner.finish_update")
         self.version, self.skipped, self.scored = self.version + 1, shares[0].skipped, scored_by(shares)
         return update_metrics(shares)
 

@@ -32,7 +32,9 @@ STACK_SECONDS = 0.5
 DEATH_SECONDS = 1.0
 """A process whose pipe has closed has this long to end by itself, so that how it ended is known."""
 PIDS = "pids.txt"
-PHASES = {"sample": "rollout", "update": "update", "learner.response_logprobs": "update", "push": "sync"}
+PHASES = {"sample": "rollout", "push": "sync"} | dict.fromkeys(
+    ("learner.response_logprobs", "learner.begin_update", "train", "learner.finish_update"), "update"
+)
 """Methods of a worker whose seconds are logged, and their phase."""
 CHANNEL = "channel"
 """Start of the names of files by which processes meet to send weights."""

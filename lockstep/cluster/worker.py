@@ -16,7 +16,6 @@ from lockstep.cluster.wire import PART, WEIGHTS
 from lockstep.device import keep_objects
 from lockstep.learner.critic import TorchCritic
 from lockstep.learner.learner import TorchLearner
-from lockstep.learner.protocol import Share
 from lockstep.learner.ranks import TorchRanks
 from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.noise.targets import find_targets
@@ -26,6 +25,8 @@ from lockstep.types import Batch, Proof, TokenIds, TrainSequence
 
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 """The driver waits with deadlines of its own; a second, shorter clock would only hide what it has to say."""
+_OTHER = TrainSequence((), (), (), (), (), 0.0, 0)
+"""Stands for a sequence that another rank trains on."""
 
 
 class Worker(Sampler):
@@ -34,7 +35,6 @@ class Worker(Sampler):
     learner: TorchLearner
     critic: TorchCritic
     """There is none if the recipe has none."""
-    _taken: tuple[TrainSequence, ...] = ()
 
     def build(self, recipe: str, weights: bool) -> Facts:
         """Build model, learner and engine, and meet the other ranks. `weights`: a file of the folder replaces the start's."""
@@ -56,14 +56,11 @@ class Worker(Sampler):
         return Facts(self.learner.describe(), policy.numerics, policy.context, policy.chat.stop_ids, noise)
 
     # --- learner and critic ---------------------------------------------------------------------------------------
-    def take_in(self, sequences: tuple[TrainSequence, ...]) -> None:
-        """Take some of the sequences of the next update. Those of other ranks are empty."""
-        self._taken += sequences
-
-    def update(self, batch: Batch, chunks: list[list[int]]) -> Share:
-        """Make this rank's share of an update of the sequences that were taken in, in these micro-batches of all ranks."""
-        whole, self._taken = replace(batch, sequences=self._taken), ()
-        return self.learner.update_share(whole, self._objective.loss, chunks)
+    def train(self, batch: Batch, places: list[int], number: int, dealt: int) -> None:
+        """Do this rank's part of a round. `batch` has its sequences alone, which are those at `places` in the whole batch."""
+        own = dict(zip(places, batch.sequences, strict=True))
+        whole = tuple(own.get(place, _OTHER) for place in range(max(places, default=-1) + 1))
+        self.learner.train_round(replace(batch, sequences=whole), self._objective.loss, places, number, dealt)
 
     def save(self) -> tuple[WeightsFile, Mapping[str, str], Mapping[str, int]]:
         """Write this rank's part of the optimizer, and as rank 0 the weights; returns the weights' file, texts and counters."""

@@ -21,7 +21,7 @@ from lockstep.learner.adapters import as_reference, describe, facts_of
 from lockstep.learner.execution import Execution, execution_of
 from lockstep.learner.oom import memory_for_step, run_or_halve, score_or_halve
 from lockstep.learner.optimizer import MasterOptimizer
-from lockstep.learner.packing import Packed, as_sequence, microbatches, number_tokens, pack, per_token, streams
+from lockstep.learner.packing import Packed, as_sequence, loss_input, microbatches, number_tokens, pack, streams
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
 from lockstep.learner.ranks import Ranks, deal
 from lockstep.learner.recompute import recomputing, set_recompute
@@ -38,7 +38,7 @@ from lockstep.models.weights import clean_name, frozen_names, named_weights
 from lockstep.noise.apply import require_clean
 from lockstep.numerics.apply import settle
 from lockstep.sync.fingerprint import Fingerprints, fingerprint
-from lockstep.types import Batch, LearnerFacts, Loss, LossInput, Metrics, Scored, TokenIds, TrainSequence, WeightStream
+from lockstep.types import Batch, LearnerFacts, Loss, Metrics, Scored, TokenIds, TrainSequence, WeightStream
 
 if TYPE_CHECKING:
     from lockstep.learner.value_head import ValueTraining
@@ -161,27 +161,39 @@ class TorchLearner:
         self.scored = scored_by([share])
         return update_metrics([share])
 
-    def update_share(self, batch: Batch, loss: Loss, chunks: Sequence[Sequence[int]] | None = None) -> Share:
-        """Make this rank's share of an update; of a single rank that is all of it.
+    def update_share(self, batch: Batch, loss: Loss) -> Share:
+        """Make this rank's share of an update; of a single rank that is all of it."""
+        self.begin_update()
+        rank, size = self._place
+        for number, dealt in enumerate(deal(self._chunks(batch.sequences, batch.prefix), size)):
+            own = dealt[rank] if rank < len(dealt) else ()
+            self.train_round(batch, loss, own, number * size + rank, len(dealt))
+        return self.finish_update()
 
-        `chunks` are the micro-batches of all ranks, where a driver has made them; then sequences of other ranks may be empty.
-        """
+    def begin_update(self) -> None:
+        """Begin an update. Rounds of micro-batches and `finish_update` follow, on all ranks in the same order."""
         require_clean(self.model, "an update")
-        statistics, splits = UpdateStatistics(), 0
+        self._statistics = UpdateStatistics()
         self.optimizer.forget()  # left by an update that failed between its micro-batches
         if self._value is not None:
             self._value.forget()
-        rank, size = self._place
-        chunks = self._chunks(batch.sequences, batch.prefix) if chunks is None else chunks
-        for number, dealt in enumerate(deal(chunks, size)):
-            if rank < len(dealt):
-                packed = self._pack(batch.sequences, dealt[rank], batch.prefix)
-                statistics.begin(number * size + rank)
-                if self._value is not None:
-                    self._value.begin(number * size + rank)
-                splits += self._train(packed, batch, loss, statistics)
-            for optimizer in self._optimizers:
-                optimizer.exchange(len(dealt))
+
+    def train_round(self, batch: Batch, loss: Loss, own: Sequence[int], number: int, dealt: int) -> None:
+        """Train on this rank's micro-batch of a round of `dealt` ones: the sequences at `own`; there may be none.
+
+        `number`: its place in the update. Other sequences of the batch are not read.
+        """
+        if own:
+            packed = self._pack(batch.sequences, own, batch.prefix)
+            self._statistics.begin(number)
+            if self._value is not None:
+                self._value.begin(number)
+            self._train(packed, batch, loss)
+        for optimizer in self._optimizers:
+            optimizer.exchange(dealt)
+
+    def finish_update(self) -> Share:
+        """Make the optimizer step of the rounds since `begin_update`; returns this rank's share of the update."""
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
         with memory_for_step(f"optimizer step {self.optimizer_step}"):
             outcome = self.optimizer.step(lr)
@@ -189,8 +201,8 @@ class TorchLearner:
         self.optimizer_step += 1
         self._count_skip(outcome.skipped, outcome.norm)
         self.version += 1
-        critic = None if self._value is None else self._value.step()
-        return Share(statistics.pieces(), outcome.norm, outcome.clipped, self.skipped, lr, splits, critic)
+        critic, pieces = None if self._value is None else self._value.step(), self._statistics.pieces()
+        return Share(pieces, outcome.norm, outcome.clipped, self.skipped, lr, self._statistics.splits, critic)
 
     def weights(self) -> WeightStream:
         """Return the live weights. Raises EngineError while an engine's noise is on them."""
@@ -262,27 +274,28 @@ class TorchLearner:
         row, share = None if self._routing is None else self._routing.row, self._plan.share_prompts
         return pack(sequences, chosen, share_prompts=share, device=self._device, prefix=prefix, row=row)
 
-    def _train(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> int:
-        """Run the forward and backward pass of a micro-batch, in halves if it does not fit. Returns how often it was split."""
+    def _train(self, packed: Packed, batch: Batch, loss: Loss) -> None:
+        """Run the forward and backward pass of a micro-batch, in halves if it does not fit."""
         for optimizer in self._optimizers:
             optimizer.collected.clear()
 
         def run(part: Packed) -> None:
-            self._backward(part, batch, loss, statistics)
+            self._backward(part, batch, loss)
 
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(batch.sequences, chosen, batch.prefix)
 
         with exact.repeated():
-            return run_or_halve(packed, run, repack, lambda: [p for o in self._optimizers for p in o.collected])
+            halves = run_or_halve(packed, run, repack, lambda: [p for o in self._optimizers for p in o.collected])
+        self._statistics.splits += halves
 
-    def _backward(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> None:
+    def _backward(self, packed: Packed, batch: Batch, loss: Loss) -> None:
         sequences = [batch.sequences[i] for i in packed.order]
         entropy = not batch.supervised
         logprobs_R, entropy_R, hidden_RH = _forward(self.model, packed, batch.temperature, entropy=entropy)
         if not logprobs_R.numel():
             return
-        inputs = _loss_input(sequences, packed, logprobs_R, entropy_R, batch)
+        inputs = loss_input(sequences, packed, logprobs_R, entropy_R, batch)
         output = loss(inputs)
         if self._routing is not None:
             differ, total = self._routing.differing()
@@ -296,7 +309,7 @@ class TorchLearner:
             for optimizer in self._optimizers:
                 optimizer.before_backward()
             total.backward()
-        statistics.add(inputs, output, policy.detach(), packed.tokens)
+        self._statistics.add(inputs, output, policy.detach(), packed.tokens)
         if self._value is not None and value is not None:
             self._value.record(value)
 
@@ -370,31 +383,3 @@ def plain_logprobs(
 
     with torch.no_grad():
         return number_tokens(plain, packed_streams, score)
-
-
-def _loss_input(
-    sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: Tensor, entropy_R: Tensor, batch: Batch
-) -> LossInput:
-    old_R, count = logprobs_R.detach(), len(sequences)
-    if batch.supervised:
-        none = old_R[:0]
-        return LossInput(logprobs_R, old_R, none, none, entropy_R, packed.sequence_R, count)
-    rollout_R = per_token(sequences, [s.rollout_logprobs for s in sequences], logprobs_R)
-    if sequences[0].old_logprobs is not None:
-        old_R = per_token(sequences, [s.old_logprobs or () for s in sequences], logprobs_R)
-    ref_R = None
-    if sequences[0].ref_logprobs is not None:
-        ref_R = per_token(sequences, [s.ref_logprobs or () for s in sequences], logprobs_R)
-    advantages_R = per_token(sequences, [s.advantages for s in sequences], logprobs_R)
-    return LossInput(
-        logprobs_R,
-        old_R,
-        rollout_R,
-        advantages_R,
-        entropy_R,
-        packed.sequence_R,
-        count,
-        ref_R,
-        batch.kl_coef,
-        packed.order,
-    )

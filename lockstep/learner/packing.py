@@ -19,7 +19,7 @@ from lockstep.errors import DEFECT, LearnerError
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.models.host import on_device
 from lockstep.models.routing import NONE, Row
-from lockstep.types import TokenIds, TrainSequence
+from lockstep.types import Batch, LossInput, TokenIds, TrainSequence
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -250,6 +250,35 @@ def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[floa
         kept.append(array if all(sequence.trained) else array[np.array(sequence.trained, np.bool_)])
     narrow = torch.from_numpy(np.concatenate(kept)).to(like.dtype).numpy()
     return on_device(narrow, like.device)
+
+
+def loss_input(
+    sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: Tensor, entropy_R: Tensor, batch: Batch
+) -> LossInput:
+    """Return what a loss reads of a micro-batch's `sequences`, which are those of its order."""
+    old_R, count = logprobs_R.detach(), len(sequences)
+    if batch.supervised:
+        none = old_R[:0]
+        return LossInput(logprobs_R, old_R, none, none, entropy_R, packed.sequence_R, count)
+    rollout_R = per_token(sequences, [s.rollout_logprobs for s in sequences], logprobs_R)
+    if sequences[0].old_logprobs is not None:
+        old_R = per_token(sequences, [s.old_logprobs or () for s in sequences], logprobs_R)
+    ref_R = None
+    if sequences[0].ref_logprobs is not None:
+        ref_R = per_token(sequences, [s.ref_logprobs or () for s in sequences], logprobs_R)
+    advantages_R = per_token(sequences, [s.advantages for s in sequences], logprobs_R)
+    return LossInput(
+        logprobs_R,
+        old_R,
+        rollout_R,
+        advantages_R,
+        entropy_R,
+        packed.sequence_R,
+        count,
+        ref_R,
+        batch.kl_coef,
+        packed.order,
+    )
 
 
 def number_tokens(

@@ -8,10 +8,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.types import TrainSequence
-
 Item = TypeVar("Item")
-_EMPTY = TrainSequence((), (), (), (), (), 0.0, 0)
 
 
 class Pending(Protocol):
@@ -66,14 +63,6 @@ def deal(items: Sequence[Item], ranks: int) -> list[list[Item]]:
     Sums over micro-batches are taken in that order, so they do not depend on the number of ranks.
     """
     return [list(items[start : start + ranks]) for start in range(0, len(items), ranks)]
-
-
-def own_parts(
-    sequences: Sequence[TrainSequence], chunks: Sequence[Sequence[int]], ranks: int
-) -> list[list[TrainSequence]]:
-    """Return for each rank all sequences, with empty ones in place of those that are not in its micro-batches (`chunks`)."""
-    rank_of = {place: number % ranks for number, chunk in enumerate(chunks) for place in chunk}
-    return [[one if rank_of[i] == rank else _EMPTY for i, one in enumerate(sequences)] for rank in range(ranks)]
 
 
 def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

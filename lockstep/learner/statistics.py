@@ -56,6 +56,8 @@ class UpdateStatistics:
     def __init__(self) -> None:
         self._number = 0
         self._kept: list[_Kept] = []
+        self.splits = 0
+        """Micro-batches that were run in halves."""
 
     def begin(self, number: int) -> None:
         """Set the place in the update of the micro-batch that is added next."""

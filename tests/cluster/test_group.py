@@ -16,7 +16,7 @@ from lockstep.cluster.sampler import SampledReply
 from lockstep.errors import EngineError
 from lockstep.learner.packing import as_sequence
 from lockstep.learner.protocol import Share
-from lockstep.types import Batch, FinishReason, LearnerFacts, Request, Sampling, TrainSequence
+from lockstep.types import Batch, FinishReason, LearnerFacts, Request, Sampling
 from tests.loops.runs import recipe
 
 
@@ -83,40 +83,46 @@ def test_the_driver_works_while_workers_update() -> None:
         with pytest.raises(EngineError, match="stops here"):
             learner.update(Batch(()), cast(Any, None))
     assert [result() for result in results] == ["first", "second"]
-    assert order == ["start update", "first", "second", "start update"]
+    started = ["start learner.begin_update", "start learner.finish_update"]
+    assert order == [*started, "first", "second", *started]
     third, unread = (meanwhile.later(lambda name=name: order.append(name) or name) for name in ("third", "unread"))
     meanwhile.drop()
     meanwhile.do()
-    assert [third(), order[4:]] == ["third", ["third"]]
+    assert [third(), order[6:]] == ["third", ["third"]]
     assert unread() == "unread"
 
 
 def test_each_worker_gets_the_sequences_of_its_own_microbatches() -> None:
-    taken: dict[int, list[TrainSequence]] = {0: [], 1: []}
-    dealt: list[list[list[int]]] = []
+    calls: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(4)}
 
-    class Taking:
-        size = 2
+    class Training:
+        size = 4
 
         def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
-            if method == "take_in":
-                for rank in ranks:
-                    taken[rank] += arguments[0]
-            else:
-                dealt.append(arguments[1])
+            for rank in ranks:
+                calls[rank].append((method, *arguments))
 
         def collect(self, ranks: range, method: str, *arguments: object) -> list[Any]:
+            assert [calls[rank].pop(0)[0] for rank in ranks] == [method] * 4
             return [Share((), 1.0, False, 0, 0.1, 0) for _ in ranks]
 
-    sequences = tuple(as_sequence((1, 2, 3, 4, number), number) for number in range(150))
-    learner = GroupLearner(cast(Any, Taking()), LearnerFacts("cpu", (), "", 1, 9, False), Meanwhile())
-    learner.update(Batch(sequences), cast(Any, None))
-    (chunks,) = dealt
-    assert sorted(place for chunk in chunks for place in chunk) == list(range(150))
-    assert len(chunks) > 70  # two of them fit
-    for rank, found in taken.items():
-        own = {place for chunk in chunks[rank::2] for place in chunk}
-        assert [one.ids for one in found] == [one.ids if i in own else () for i, one in enumerate(sequences)]
+    sequences = tuple(as_sequence((1, 2, 3, 4, number), number) for number in range(146))
+    learner = GroupLearner(cast(Any, Training()), LearnerFacts("cpu", (), "", 1, 9, False), Meanwhile())
+    sent: list[list[tuple[Any, ...]]] = []
+    learner._meanwhile.later(lambda: sent.extend(map(list, calls.values())))
+    learner.update(Batch(sequences, 0.5), cast(Any, None))
+    assert not any(calls.values())  # all were answered
+    places: list[int] = []
+    for rank, (begun, *rounds, finished) in enumerate(sent):
+        assert [begun, finished] == [("learner.begin_update",), ("learner.finish_update",)]
+        for turn, (method, batch, own, number, dealt) in enumerate(rounds):
+            assert [method, number, batch.temperature] == ["train", 4 * turn + rank, 0.5]
+            assert [one.ids for one in batch.sequences] == [sequences[place].ids for place in own]
+            assert dealt == (2 if turn == 18 else 4)
+            places += own
+    assert sorted(places) == list(range(146))
+    assert {len(one) for one in sent} == {2 + 19}  # two sequences fit a micro-batch
+    assert [bool(one[-2][2]) for one in sent] == [True, True, False, False]  # the last round
 
 
 def test_a_worker_that_has_room_gets_more_than_it_has_rows(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -142,5 +148,5 @@ def test_a_worker_that_is_ahead_keeps_its_next_result_for_the_next_call() -> Non
 
     processes: Any = SimpleNamespace(results=results, timeout=1.0, folder=Path())
     workers = Workers(processes, range(2))
-    assert workers.collect(range(2), "take_in") == ["first of 0", "first of 1"]
-    assert workers.collect(range(2), "update") == ["second of 0", "second of 1"]
+    assert workers.collect(range(2), "train") == ["first of 0", "first of 1"]
+    assert workers.collect(range(2), "learner.finish_update") == ["second of 0", "second of 1"]

@@ -77,9 +77,8 @@ def no_orphans() -> Iterator[None]:
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("adapter", [(), (*LORA, "model.dtype=bf16")], ids=["full-fp32", "lora-bf16"])
 def test_a_run_ends_in_the_same_weights_on_any_number_of_workers(
-    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], workers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], workers: int
 ) -> None:
-    monkeypatch.setattr("lockstep.cluster.group.TOGETHER", 2)  # a batch takes several messages
     settings = (*SMALL, *adapter, "steps=2", "eval.every=2", "algorithm.kl.coef=0.01", "rollout.slots=4")
     settings += (f"rollout.deal={'queue' if workers == 2 else 'static'}",)
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")

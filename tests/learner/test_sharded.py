@@ -19,12 +19,12 @@ from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import attach
 from lockstep.learner.learner import TorchLearner
 from lockstep.learner.packing import as_sequence, microbatches
-from lockstep.learner.protocol import update_metrics
-from lockstep.learner.ranks import Ranks, assign_owners, deal, own_parts
+from lockstep.learner.protocol import Share, update_metrics
+from lockstep.learner.ranks import Ranks, assign_owners, deal
 from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.models.weights import named_weights
 from lockstep.sync.fingerprint import fingerprint
-from lockstep.types import Batch, LearnerFacts, Metrics
+from lockstep.types import Batch, Loss, Metrics, TrainSequence
 from tests.learner.batches import make_batch
 from tests.learner.models import plain, tokens, twin
 from tests.learner.thread_ranks import together
@@ -70,8 +70,9 @@ def train(name: str, ranks: int, family: str = "llama-tied") -> Trained:
 
     def body(own: Ranks | None) -> Trained:
         learner = TorchLearner(model_of(name, family), recipe, ranks=own)
-        dealt = [as_dealt(batch, learner.describe(), own) if own else (batch, None) for batch in batches()]
-        shares = [learner.update_share(batch, loss, chunks) for batch, chunks in dealt]
+        shares = [
+            by_rounds(learner, batch, loss, own) if own else learner.update_share(batch, loss) for batch in batches()
+        ]
         weights = {name: tensor.clone() for name, tensor in named_weights(learner.model)}
         return shares, weights, {key: tensor.clone() for key, tensor in learner.optimizer.tensors().items()}
 
@@ -85,14 +86,17 @@ def train(name: str, ranks: int, family: str = "llama-tied") -> Trained:
     return [update_metrics(shares) for shares in zip(*(one[0] for one in found), strict=True)], found[0][1], state
 
 
-def as_dealt(batch: Batch, facts: LearnerFacts, own: Ranks) -> tuple[Batch, list[list[int]]]:
-    """Return what a driver gives to a rank: its own sequences alone, and the micro-batches of all."""
-    sequences, budget = batch.sequences, facts.microbatch_tokens
-    chunks = microbatches(sequences, budget, share_prompts=facts.share_prompts, prefix=batch.prefix)
-    part = own_parts(sequences, chunks, own.size)[own.rank]
-    mine = {place for chunk in chunks[own.rank :: own.size] for place in chunk}
-    assert [bool(one.ids) for one in part] == [place in mine for place in range(len(sequences))]
-    return replace(batch, sequences=tuple(part)), chunks
+def by_rounds(learner: TorchLearner, batch: Batch, loss: Loss, ranks: Ranks) -> Share:
+    """Train as a driver has it done: round by round, with the sequences of the rank's own micro-batch alone."""
+    facts, none = learner.describe(), TrainSequence((), (), (), (), (), 0.0, 0)
+    share, sequences = facts.share_prompts, batch.sequences
+    chunks = microbatches(sequences, facts.microbatch_tokens, share_prompts=share, prefix=batch.prefix)
+    learner.begin_update()
+    for number, dealt in enumerate(deal(chunks, ranks.size)):
+        own = dealt[ranks.rank] if ranks.rank < len(dealt) else []
+        part = replace(batch, sequences=tuple(one if i in own else none for i, one in enumerate(sequences)))
+        learner.train_round(part, loss, own, number * ranks.size + ranks.rank, len(dealt))
+    return learner.finish_update()
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
