@@ -45,8 +45,8 @@ from lockstep.types import (
 
 SLICE_SECONDS = 0.1
 """Decoding between two messages of a worker."""
-AHEAD = 2
-"""Calls that a worker is given at once: it decodes on while the driver reads and grades what it sent."""
+AHEAD, LAST = 2, 10
+"""Calls that a worker is given at once, and once it has all its requests: it works on while the driver reads what it sent."""
 SPARE = 4
 """A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
 POLL_SECONDS = 0.02
@@ -194,8 +194,10 @@ class GroupEngine:
         """Yield completions as they finish, until no request is left."""
         while self._queue or any(self._outbox) or any(self._open) or any(self._asked):
             self._deal()
+            sent = [*self._outbox, *(requests.values() for requests in self._open)]
+            ahead = AHEAD if self._queue or any(one.keep for requests in sent for one in requests) else LAST
             for rank in range(self._workers.size):
-                while self._asked[rank] < AHEAD and (self._outbox[rank] or self._open[rank]):
+                while self._asked[rank] < ahead and (self._outbox[rank] or self._open[rank]):
                     self._ask(rank)
             yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
             if between is not None:
@@ -220,9 +222,7 @@ class GroupEngine:
         self._asked[rank] += 1
 
     def _arrived(self, seconds: float) -> list[Completion]:
-        """Return completions, after at most so long a wait. A lost worker's requests are given to the one in its place: their
-        samples follow from their seeds.
-        """
+        """Return completions, after at most so long a wait. The requests of a lost worker go to the one in its place."""
         completions: list[Completion] = []
         for rank, found in self._workers.results(seconds).items():
             if found is LOST:

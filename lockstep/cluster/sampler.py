@@ -32,7 +32,7 @@ from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
 from lockstep.types import Completion, FinishReason, LearnerFacts, Proof, Request, RolloutEngine, TokenIds
 
 TOGETHER = 32
-"""Most replies or sequences in a message: one side works on the first while the other prepares the next."""
+"""Most replies in a message: the driver works on the first ones while the worker prepares the next."""
 
 
 @dataclass(frozen=True, slots=True)

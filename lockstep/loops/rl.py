@@ -18,7 +18,7 @@ from lockstep.rollout.precision import computing
 from lockstep.run.logger import RunLogger
 from lockstep.run.session import Session
 from lockstep.track.rollouts import write_rollouts
-from lockstep.types import Forward
+from lockstep.types import Forward, Group
 
 
 def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
@@ -31,6 +31,7 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
             logger.note(line)
         session.measure_start()
         floor = StepFloor(parts, recipe)
+        groups: list[Group] = []
         for step in session.steps():
             clock = session.clock
             stored = (step + 1) % recipe.track.rollouts_every == 0
@@ -47,7 +48,9 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                     computing(parts.engine, Forward(recipe.numerics.of("rollout"))),
                     noisy_rollouts(parts, recipe, step) as noise,
                 ):
-                    groups, kept, metrics = draw_groups(parts, recipe, logger, step, clock)
+                    drawn = draw_groups(parts, recipe, logger, step, clock)
+            parts.meanwhile.later(groups.clear)  # of the step before: some hundred thousand objects
+            groups, kept, metrics = drawn
             measured = parts.meanwhile.later(partial(rollout_metrics, groups, recipe))
             parts.meanwhile.later(partial(prepare_prompts, parts, recipe, step + 1))
             with clock("update"):

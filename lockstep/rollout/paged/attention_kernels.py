@@ -99,14 +99,16 @@ def _add_block(
 @triton.jit(do_not_specialize=["layer"])
 def attend_kernel(
     query_ptr, key_ptr, value_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, table_ptr, position_ptr, anchor_ptr,
-    offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, layer, table_stride, query_head_stride, query_row_stride,
-    key_head_stride, key_row_stride, value_head_stride, value_row_stride, out_stride, eps, offset, scale, softcap, window,
+    offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, arrived_ptr, layer, table_stride, query_head_stride,
+    query_row_stride, key_head_stride, key_row_stride, value_head_stride, value_row_stride, out_stride, eps, offset, scale,
+    softcap, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     NORM: tl.constexpr, LATE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one row's query heads of one key head over its pages and its new key, or over one of SPLITS parts of
-    them; write the new key and value to the last page.
+    them; write the new key and value to the last page. `arrived` counts the parts that are there where there are two; it is left
+    at 0.
     """
     await_input()
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -161,18 +163,50 @@ def attend_kernel(
             query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
             block * BLOCK + j, first, keys, scale, softcap, in_head, True, CAPPED, WHOLE, PRECISION,
         )  # fmt: skip
+    out_at = row * out_stride + (head * G + g[None, :]) * D + d[:, None]
+    inside = in_group[None, :] & in_head[:, None]
+    sink_at = sinks_ptr + head * G + g
     if SPLITS == 1:
-        if SINKS:
-            sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
-            mass += tl.exp2(sink * 1.4426950408889634 - peak)
-        out_at = row * out_stride + (head * G + g[None, :]) * D + d[:, None]
-        result = (total / mass[None, :]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at, result, mask=in_group[None, :] & in_head[:, None])
+        _store_result(peak, mass, total, sink_at, in_group, out_ptr + out_at, inside, SINKS)
     else:
         part = (row * H + head * G + g) * SPLITS + split
         tl.store(peak_ptr + part, peak, mask=in_group)
         tl.store(mass_ptr + part, mass, mask=in_group)
-        tl.store(part_ptr + part[None, :] * D + d[:, None], total, mask=in_group[None, :] & in_head[:, None])
+        tl.store(part_ptr + part[None, :] * D + d[:, None], total, mask=inside)
+        if SPLITS == 2:  # who comes second merges both: that takes less time than another kernel
+            tl.debug_barrier()  # all of a part is there before it is counted
+            arrived = arrived_ptr + row * K + head
+            if tl.atomic_add(arrived, 1) == 1:
+                tl.store(arrived, 0)
+                both = _merged(
+                    peak, mass, total, peak_ptr, mass_ptr, part_ptr, part + 1 - 2 * split, split, d, in_group, inside, D
+                )
+                _store_result(*both, sink_at, in_group, out_ptr + out_at, inside, SINKS)
+
+
+@triton.jit
+def _merged(peak, mass, total, peak_ptr, mass_ptr, part_ptr, other, split, d, in_group, inside, D: tl.constexpr):
+    """Merge this program's part with the other, which is stored: in the order of the parts, whichever of them this one is."""
+    other_peak = tl.load(peak_ptr + other, mask=in_group, other=0.0, cache_modifier=".cg")
+    other_mass = tl.load(mass_ptr + other, mask=in_group, other=0.0, cache_modifier=".cg")
+    at = part_ptr + other[None, :] * D + d[:, None]
+    other_total = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    top = tl.maximum(peak, other_peak)
+    own_weight, other_weight = tl.exp2(peak - top), tl.exp2(other_peak - top)
+    own_first = split == 0
+    weight_1, weight_2 = tl.where(own_first, own_weight, other_weight), tl.where(own_first, other_weight, own_weight)
+    mass_1, mass_2 = tl.where(own_first, mass, other_mass), tl.where(own_first, other_mass, mass)
+    total_1, total_2 = tl.where(own_first, total, other_total), tl.where(own_first, other_total, total)
+    return top, weight_1 * mass_1 + weight_2 * mass_2, total_1 * weight_1[None, :] + total_2 * weight_2[None, :]
+
+
+@triton.jit
+def _store_result(peak, mass, total, sink_at, in_group, out_at, inside, SINKS: tl.constexpr):
+    """Store a row's attention, its weights divided by their sum."""
+    if SINKS:
+        sink = tl.load(sink_at, mask=in_group, other=0.0).to(tl.float32)
+        mass += tl.exp2(sink * 1.4426950408889634 - peak)
+    tl.store(out_at, (total / mass[None, :]).to(out_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -151,7 +151,7 @@ class TritonOps:
         block, group = _power(size), max(MATRIX_COLUMNS, _power(heads // cache.heads))
         self._attention.attend_kernel[(count, cache.heads, splits)](
             query_HBD, key_KBD, value_KBD, norm.weight_X, key_norm.weight_X, cos, sin, rows.table_BS, rows.position_B,
-            cache.anchor, cache.offsets, sinks, out_BX, part, peak, mass, layer, rows.table_BS.stride(0),
+            cache.anchor, cache.offsets, sinks, out_BX, part, peak, mass, cache.arrived, layer, rows.table_BS.stride(0),
             *query_HBD.stride()[:2], *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0), norm.eps, norm.offset,
             kind.scale, kind.softcap or 1.0, kind.window or 0, heads, cache.heads, size, block, group, PAGE, KEYS, splits,
             kind.window is not None, kind.softcap is not None, kind.sinks_H is not None, norms is not None, norm.late, half,
@@ -161,7 +161,7 @@ class TritonOps:
             num_stages=3,  # the number of the next page is read ahead
             **self._overlap(),
         )  # fmt: skip
-        if splits > 1:
+        if splits > 2:
             self._attention.combine_kernel[(count, heads)](
                 part, peak, mass, sinks, out_BX, out_BX.stride(0), heads, size, block, splits, kind.sinks_H is not None,
                 num_warps=1, **self._overlap(),

@@ -14,6 +14,10 @@ from torch import Tensor
 
 PAGE = 64
 """Tokens of a page: one block of the attention kernel."""
+PROGRAMS = 528
+"""Number of attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's
+keys are split over several.
+"""
 
 
 @dataclass(slots=True)
@@ -102,6 +106,8 @@ class PageCache:
         self.anchor = torch.zeros(16, dtype=dtype, device=device)
         self.offsets = torch.zeros(2 * layers, dtype=torch.int64, device=device)
         """Elements from the anchor to keys and values, layer by layer: kernels find them in this way, and the cache may move."""
+        self.arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        """Parts that are there of the attention of each row and head: a kernel counts them, and leaves 0."""
         self._free: list[int] = []
         self._owners: Counter[int] = Counter()
         """Number of owners of each page that is not free."""

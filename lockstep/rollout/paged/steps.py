@@ -17,14 +17,10 @@ from lockstep.models.heads import Head
 from lockstep.rollout.paged.fused import FusedDecoder
 from lockstep.rollout.paged.layouts import PagedDecode
 from lockstep.rollout.paged.ops import Ops
-from lockstep.rollout.paged.state import PageCache, Rows
+from lockstep.rollout.paged.state import PROGRAMS, PageCache, Rows
 
 log = logging.getLogger(__name__)
 
-PROGRAMS = 528
-"""Number of attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's
-keys are split over several.
-"""
 ROWS_STEP = 32
 """From this many rows on, captured numbers of rows are multiples of it; below it, powers of two."""
 
