@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.build.parts import Meanwhile
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.cluster.sampler import RankProof
+from lockstep.cluster.sampler import TOGETHER, RankProof
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
@@ -45,8 +45,8 @@ from lockstep.types import (
 
 SLICE_SECONDS = 0.1
 """Decoding between two messages of a worker."""
-AHEAD, LAST = 2, 10
-"""Calls that a worker is given at once, and once it has all its requests: it works on while the driver reads what it sent."""
+AHEAD = 2
+"""Calls that a worker is given at once, at least: it works on while the driver reads and grades what it sent."""
 SPARE = 4
 """A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
 POLL_SECONDS = 0.02
@@ -195,9 +195,10 @@ class GroupEngine:
         while self._queue or any(self._outbox) or any(self._open) or any(self._asked):
             self._deal()
             sent = [*self._outbox, *(requests.values() for requests in self._open)]
-            ahead = AHEAD if self._queue or any(one.keep for requests in sent for one in requests) else LAST
-            for rank in range(self._workers.size):
-                while self._asked[rank] < ahead and (self._outbox[rank] or self._open[rank]):
+            more = bool(self._queue) or any(one.keep for requests in sent for one in requests)
+            for rank, requests in enumerate(self._open):
+                ahead = AHEAD if more else AHEAD + len(requests) // TOGETHER  # as many as all that it has will take
+                while self._asked[rank] < ahead and (self._outbox[rank] or requests):
                     self._ask(rank)
             yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
             if between is not None:
