@@ -45,8 +45,8 @@ from lockstep.types import (
 
 SLICE_SECONDS = 0.1
 """Decoding between two messages of a worker."""
-AHEAD = 2
-"""Calls that a worker is given at once, at least: it works on while the driver reads and grades what it sent."""
+AHEAD, MOST = 2, 10
+"""Calls that a worker is given at once, at least and at most: it works on while the driver reads and grades what it sent."""
 SPARE = 4
 """A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
 POLL_SECONDS = 0.02
@@ -197,7 +197,7 @@ class GroupEngine:
             sent = [*self._outbox, *(requests.values() for requests in self._open)]
             more = bool(self._queue) or any(one.keep for requests in sent for one in requests)
             for rank, requests in enumerate(self._open):
-                ahead = AHEAD if more else AHEAD + len(requests) // TOGETHER  # as many as all that it has will take
+                ahead = AHEAD if more else min(MOST, AHEAD + len(requests) // TOGETHER)  # what all its replies need
                 while self._asked[rank] < ahead and (self._outbox[rank] or requests):
                     self._ask(rank)
             yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)

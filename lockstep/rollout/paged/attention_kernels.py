@@ -170,18 +170,29 @@ def attend_kernel(
         _store_result(peak, mass, total, sink_at, in_group, out_ptr + out_at, inside, SINKS)
     else:
         part = (row * H + head * G + g) * SPLITS + split
-        tl.store(peak_ptr + part, peak, mask=in_group)
-        tl.store(mass_ptr + part, mass, mask=in_group)
-        tl.store(part_ptr + part[None, :] * D + d[:, None], total, mask=inside)
-        if SPLITS == 2:  # who comes second merges both: that takes less time than another kernel
-            tl.debug_barrier()  # all of a part is there before it is counted
-            arrived = arrived_ptr + row * K + head
-            if tl.atomic_add(arrived, 1) == 1:
-                tl.store(arrived, 0)
-                both = _merged(
-                    peak, mass, total, peak_ptr, mass_ptr, part_ptr, part + 1 - 2 * split, split, d, in_group, inside, D
-                )
-                _store_result(*both, sink_at, in_group, out_ptr + out_at, inside, SINKS)
+        _store_part(
+            peak, mass, total, peak_ptr, mass_ptr, part_ptr, part, arrived_ptr + row * K + head, split, sink_at, d, in_group,
+            out_ptr + out_at, inside, D, SPLITS, SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_part(
+    peak, mass, total, peak_ptr, mass_ptr, part_ptr, part, arrived, split, sink_at, d, in_group, out_at, inside,
+    D: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Store a part of a row's attention; the second of two merges both, which takes less time than another kernel."""
+    tl.store(peak_ptr + part, peak, mask=in_group)
+    tl.store(mass_ptr + part, mass, mask=in_group)
+    tl.store(part_ptr + part[None, :] * D + d[:, None], total, mask=inside)
+    if SPLITS == 2:
+        tl.debug_barrier()  # all of it is there before it is counted
+        if tl.atomic_add(arrived, 1) == 1:
+            tl.store(arrived, 0)
+            both = _merged(
+                peak, mass, total, peak_ptr, mass_ptr, part_ptr, part + 1 - 2 * split, split, d, in_group, inside, D
+            )
+            _store_result(*both, sink_at, in_group, out_at, inside, SINKS)
 
 
 @triton.jit
