@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.build.parts import Meanwhile
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.cluster.sampler import TOGETHER, RankProof
+from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
@@ -45,8 +45,8 @@ from lockstep.types import (
 
 SLICE_SECONDS = 0.1
 """Decoding between two messages of a worker."""
-AHEAD, MOST = 2, 10
-"""Calls that a worker is given at once, at least and at most: it works on while the driver reads and grades what it sent."""
+AHEAD = 2
+"""Calls that a worker is given at once: it decodes on while the driver reads and grades what it sent."""
 SPARE = 4
 """A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
 POLL_SECONDS = 0.02
@@ -194,11 +194,8 @@ class GroupEngine:
         """Yield completions as they finish, until no request is left."""
         while self._queue or any(self._outbox) or any(self._open) or any(self._asked):
             self._deal()
-            sent = [*self._outbox, *(requests.values() for requests in self._open)]
-            more = bool(self._queue) or any(one.keep for requests in sent for one in requests)
-            for rank, requests in enumerate(self._open):
-                ahead = AHEAD if more else min(MOST, AHEAD + len(requests) // TOGETHER)  # what all its replies need
-                while self._asked[rank] < ahead and (self._outbox[rank] or requests):
+            for rank in range(self._workers.size):
+                while self._asked[rank] < AHEAD and (self._outbox[rank] or self._open[rank]):
                     self._ask(rank)
             yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
             if between is not None:

@@ -138,30 +138,6 @@ def test_a_worker_that_has_room_gets_more_than_it_has_rows(tmp_path: Path, tiny_
     assert [len(sent) for sent in stub.sent[:2]] == [6, 6]  # whole prompts, up to a quarter more
 
 
-@pytest.mark.parametrize(("turns", "requests", "calls"), [(False, 320, 7), (True, 320, 2), (False, 2000, 10)])
-def test_a_worker_is_called_as_often_as_its_replies_need_messages(
-    tmp_path: Path, tiny_model_dir: Path, turns: bool, requests: int, calls: int
-) -> None:
-    """It need not wait for the driver to call again; but the requests of a next turn must not wait behind many calls."""
-
-    class Slow(Stub):
-        waits = 2
-
-        def results(self, seconds: float) -> dict[int, Any]:
-            self.waits -= 1
-            return {} if self.waits >= 0 else super().results(seconds)
-
-    stub: Any = Slow()
-    engine = GroupEngine(stub, recipe(tmp_path, tiny_model_dir))
-    engine.load(iter(()), 0)
-    engine.submit([Request(f"task/{i}#0", (3, i), f"task/{i}", i, Sampling(4), 0, keep=turns) for i in range(requests)])
-    found = [next(engine.completed())]
-    assert [len(waiting) for waiting in stub.calls] == [calls - 1, calls - 1]
-    found += engine.completed()
-    assert not any(engine._asked)
-    assert stub.calls == [[], []]
-
-
 def test_a_worker_that_is_ahead_keeps_its_next_result_for_the_next_call() -> None:
     ready: dict[int, list[str]] = {0: ["first of 0", "second of 0"], 1: []}
 
