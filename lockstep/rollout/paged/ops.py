@@ -139,6 +139,7 @@ class TritonOps:
         kind: AttentionKind, splits: int, turn: Turn | None, out_BX: Tensor,
     ) -> None:  # fmt: skip
         heads, count, size = query_HBD.shape
+        assert splits != 2 or count * cache.heads <= len(cache.arrived), "more programs than the cache counts parts of"
         parts = (count, heads, splits)
         wide = {"dtype": torch.float32, "device": query_HBD.device}
         part = torch.empty((*parts, size) if splits > 1 else 1, **wide)  # type: ignore[call-overload]
