@@ -232,9 +232,8 @@ class GroupEngine:
             self._asked[rank] -= 1
             for one in found:
                 request = self._open[rank].pop(one.request_id)
-                completions.append(
-                    Completion(request, one.ids, one.logprobs, one.finish, one.version, one.read, one.routes)
-                )
+                known = one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, one.graded
+                completions.append(Completion(request, *known))
         return completions
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:

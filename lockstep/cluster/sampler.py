@@ -27,26 +27,14 @@ from lockstep.device import choose_device, gpu_memory, gpu_peak, keep_objects, u
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.noise.targets import Targets
+from lockstep.rollout.beside import BesideEngine, SampledReply
 from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
-from lockstep.types import Completion, FinishReason, LearnerFacts, Proof, Request, RolloutEngine, TokenIds
+from lockstep.tasks.build import build_grader
+from lockstep.types import Completion, LearnerFacts, Proof, Request, RolloutEngine
 
 TOGETHER = 32
 """Most replies in a message: the driver works on the first ones while the worker prepares the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledReply:
-    """A completion without its request, which the driver has."""
-
-    request_id: str
-    ids: TokenIds
-    logprobs: tuple[float, ...]
-    finish: FinishReason
-    version: int
-    read: tuple[str, str]
-    """Its text and its answer."""
-    routes: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +104,9 @@ class Sampler:
         return read_tensors(self._folder / GIVEN)
 
     def _serve_from(self, policy: Policy, engine: RolloutEngine) -> None:
-        self._chat, self._model, self.engine = policy.chat, policy.model, engine
+        self._model, self.engine, task = policy.model, engine, self._recipe.task
+        engines = self._place.samplers or self._place.size
+        self._beside = BesideEngine(lambda: build_grader(task, self._recipe.seed, engines), policy.chat.read_many)
         self._trained = {clean_name(n): p for n, p in policy.model.named_parameters() if p.requires_grad}
 
     # --- weights --------------------------------------------------------------------------------------------------
@@ -151,15 +141,12 @@ class Sampler:
                 break
         else:
             self._running = None
-        read = self._chat.read_many([one.ids for one in found])
-        return [
-            SampledReply(one.request.id, one.ids, one.logprobs, one.finish, one.version, texts, one.routes)
-            for one, texts in zip(found, read, strict=True)
-        ]
+        return self._beside.take(found, end if self._running is None else 0.0, TOGETHER)
 
     def drop(self) -> None:
         """Drop all requests."""
         self._running = None
+        self._beside.drop()
         self.engine.close()
 
     def held(self) -> Fingerprints:

@@ -32,7 +32,7 @@ def sample_groups(
 
     A sample is a function of (run, step, prompt, sample), and in an episode of the turn and the text before it.
     """
-    grader = AsyncGrader(parts.task)
+    grader = AsyncGrader(parts.task, beside=parts.beside)
     seed = (recipe.seed, "rollout", step)
     before = _processed(parts.engine)
     with clock("rollout"):

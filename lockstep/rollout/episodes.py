@@ -38,6 +38,7 @@ from lockstep.types import (
     Turn,
     all_trained,
 )
+from lockstep.workers.wire import dumps
 
 WAIT_SECONDS = 1.0
 """Longest wait for an environment or a grade, while the engine has nothing to do."""
@@ -107,6 +108,8 @@ class _Table:
         self._continuation: Continuation | None = None
         self._rendered: dict[str, TokenIds] = {}
         """Token ids by prompt id: the samples of a group share them."""
+        self._apart: dict[str, str] = {}
+        """What a grader beside the engine needs, by prompt id; empty for a prompt whose replies are graded here."""
         self._open: dict[str, Episode] = {}
         self._thinking: set[str] = set()
         """Keys of episodes whose environment is working."""
@@ -197,7 +200,14 @@ class _Table:
             episode.prefix,
             len(episode.prompt_ids) + episode.budget if episode.runner is not None else 0,
             episode.runner is not None,
+            self._question(episode.prompt) if self._grader.beside and episode.runner is None else "",
         )
+
+    def _question(self, prompt: Prompt) -> str:
+        if prompt.id not in self._apart:
+            asked = self._task.apart(prompt)
+            self._apart[prompt.id] = "" if asked is None else dumps(asked).decode()
+        return self._apart[prompt.id]
 
     def _replied(self, completion: Completion) -> None:
         key = self._requested.pop(completion.request.id, None)
@@ -214,6 +224,11 @@ class _Table:
         began = time.perf_counter()
         episode.text, answer = completion.read or self._chat.read(completion.ids)
         self._grader.held += time.perf_counter() - began
+        if completion.graded is not None:
+            grade, seconds = completion.graded
+            self._grader.count(seconds)
+            self._graded(episode, grade)
+            return
         if episode.runner is None:
             self._grade(episode, ReplyText(answer, episode.text, completion.ids), self._samples)
             return

@@ -47,8 +47,9 @@ class _Call:
 class AsyncGrader:
     """Grades the replies of one round of sampling or one evaluation, by key. Leaving its context drops ungraded replies."""
 
-    def __init__(self, task: BuiltTask) -> None:
-        self._task, self._workers = task, task.workers
+    def __init__(self, task: BuiltTask, *, beside: bool = False) -> None:
+        """Take the task. `beside`: the engine has graders of its own, see `BesideEngine`."""
+        self._task, self._workers, self.beside = task, task.workers, beside
         self._cancel = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
         if self._workers:
@@ -63,6 +64,8 @@ class AsyncGrader:
         self._calls: list[_Call] = []
         self._grades: dict[str, tuple[_Call, int]] = {}
         """The call that grades a reply, and the reply's place in it."""
+        self._elsewhere: list[float] = []
+        """Seconds of grading beside the engine, by reply."""
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.open = 0
         """Number of replies that `done` has not returned yet."""
@@ -221,8 +224,16 @@ class AsyncGrader:
         assert call.found is not None
         return call.found[place]
 
+    def seconds(self, key: str) -> float:
+        """Return how long the call took that graded a reply."""
+        return self._grades[key][0].seconds
+
+    def count(self, seconds: float) -> None:
+        """Count a reply that was graded elsewhere."""
+        self._elsewhere.append(seconds)
+
     @property
     def metrics(self) -> Metrics:
         """Return the seconds of all grading so far, and those of the slowest reply."""
-        seconds = [call.seconds for call in self._calls]
+        seconds = [call.seconds for call in self._calls] + self._elsewhere
         return {"time/grade_work": sum(seconds), "time/grade_slowest": max(seconds, default=0.0)}

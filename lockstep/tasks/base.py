@@ -87,6 +87,10 @@ class BuiltTask(ABC):
         """Return what grades replies to this and other prompts together, and the prompt for it; None if nothing does."""
         return None
 
+    def apart(self, prompt: Prompt) -> Prompt | None:
+        """Return the prompt as the task that build_grader returns grades it, in any process; None if only this one can."""
+        return None
+
     def runner(self, prompt: Prompt) -> Runner | None:
         """Return the runner of the prompt's environment; None for a question with one reply."""
         return None
@@ -197,6 +201,12 @@ class VerifiedTask(BuiltTask):
         together = grades_many(self.verifier)
         return None if together is None else (together, prompt)
 
+    def apart(self, prompt: Prompt) -> Prompt | None:
+        alone = reads_of(self.verifier) == "answer" and not asks_judge(
+            self.verifier
+        )  # a judge's verdicts have one place
+        return prompt if alone else None
+
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self.verifier.grade(prompt, reply)
 
@@ -214,6 +224,21 @@ class VerifiedTask(BuiltTask):
 
     def keep_in(self, folder: Path) -> None:
         keep_in(self.verifier, folder)
+
+
+class Grader(VerifiedTask):
+    """A task that only grades, where others ask."""
+
+    name = "grader"
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
+
+    def batch(self, step: int, size: int) -> tuple[Prompt, ...]:
+        return ()
+
+    def heldout(self, role: str, size: int) -> tuple[Prompt, ...]:
+        return ()
 
 
 def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: str) -> tuple[Prompt, ...]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import TypeVar, assert_never
+
+from pydantic import BaseModel
 
 from lockstep.config import schema
-from lockstep.tasks.base import BuiltTask, NoQuestions
+from lockstep.tasks.base import BuiltTask, Grader, NoQuestions
 from lockstep.tasks.file import build_file_task
-from lockstep.tasks.mixed import Mixed
+from lockstep.tasks.mixed import Mixed, MixedGrader
 from lockstep.tasks.multi_turn import AgentQuestions, Guessing, SeededEpisodes, ToolQuestions, build_own
 from lockstep.tasks.open_spiel import build_spiel
-from lockstep.tasks.python import build_python_task
+from lockstep.tasks.python import build_python_task, user_grader
 from lockstep.tasks.reasoning_gym import ReasoningGym
 from lockstep.tasks.verifiers_env import VerifiersEnvTask
+from lockstep.verifiers.build import build_verifier
+
+Limits = TypeVar("Limits", bound=BaseModel)
 
 
 def build_task(settings: schema.Task, seed: int) -> BuiltTask:
@@ -51,3 +56,28 @@ def build_task(settings: schema.Task, seed: int) -> BuiltTask:
             return Mixed(settings, {name: build_task(share.task, seed) for name, share in settings.tasks.items()})
         case _:
             assert_never(settings)
+
+
+def build_grader(settings: schema.Task, seed: int, places: int) -> BuiltTask:
+    """Return what grades replies to the prompts that the task's `apart` returns, beside one of `places` engines.
+
+    It has no questions of its own. The processes of a grader of your own are shared among the places, at least one each.
+    """
+    match settings:
+        case schema.FileTask():
+            return Grader(build_verifier(_shared(settings.verifier, places)))
+        case schema.PythonTask():
+            grading = _shared(settings.grading, places)
+            return Grader(user_grader(settings.model_copy(update={"grading": grading}), seed))
+        case schema.ReasoningGymTask():
+            return ReasoningGym(settings, seed)
+        case schema.MixedTask():
+            return MixedGrader({name: build_grader(one.task, seed, places) for name, one in settings.tasks.items()})
+        case _:
+            return NoQuestions()
+
+
+def _shared(settings: Limits, places: int) -> Limits:
+    """Return the settings of a grader with its part of the worker processes."""
+    workers = getattr(settings, "workers", None)
+    return settings if workers is None else settings.model_copy(update={"workers": -(-workers // places)})

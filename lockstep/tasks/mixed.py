@@ -45,6 +45,25 @@ class Progress:
         return Progress(dict(saved["drawn"]), dict(saved["rates"]), dict(saved["credit"]))
 
 
+class MixedGrader(OfOthers):
+    """Grades replies to the prompts that `Mixed.apart` returns."""
+
+    name = "grader"
+
+    def __init__(self, graders: Mapping[str, BuiltTask]) -> None:
+        self._graders, self.members = graders, tuple(graders.values())
+
+    def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
+        name, _, id = prompt.id.partition("/")
+        return self._graders[name], replace(prompt, id=id)
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return ()
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        return ()
+
+
 class Mixed(OfOthers):
     """Deals the prompts of a step to tasks in proportion to their weights, without randomness: every task has its share at any
     time.
@@ -83,6 +102,11 @@ class Mixed(OfOthers):
     def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
         task = self._tasks[prompt.task]
         return task, replace(prompt, id=prompt.id.partition("/")[2], task=task.name)
+
+    def apart(self, prompt: Prompt) -> Prompt | None:
+        task, own = self.own(prompt)
+        graded = task.apart(own)
+        return None if graded is None else replace(graded, id=f"{prompt.task}/{graded.id}")
 
     def garbage(self, prompt: Prompt) -> str:
         task, own = self.own(prompt)

@@ -101,12 +101,19 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
     of the protocol.
     """
     made = load_class(settings.path)
-    arguments: dict[str, schema.Json] = dict(settings.settings)
-    if "seed" in inspect.signature(made).parameters:
-        arguments.setdefault("seed", seed)
-    task = as_task(make_object(made, arguments, settings.path), settings.path)
+    task = as_task(make_object(made, _arguments(made, settings, seed), settings.path), settings.path)
     file = Path(settings.path.rpartition(":")[0]).expanduser()
-    return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))
+    return UserTask(task, file, user_grader(settings, seed))
+
+
+def user_grader(settings: schema.PythonTask, seed: int) -> UserFunction:
+    """Return what grades as the task that `build_python_task` returns. Raises TaskError as that does."""
+    return UserFunction(settings.path, settings.grading, _arguments(load_class(settings.path), settings, seed))
+
+
+def _arguments(made: type, settings: schema.PythonTask, seed: int) -> dict[str, schema.Json]:
+    own_seed = {"seed": seed} if "seed" in inspect.signature(made).parameters else {}
+    return {**own_seed, **settings.settings}
 
 
 def as_task(made: object, path: str) -> Task:

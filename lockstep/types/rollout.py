@@ -134,6 +134,8 @@ class Request:
     """Most tokens that later requests of the same episode may reach, prompt included, so that memory is reserved once."""
     keep: bool = False
     """True if later requests may begin with these ids: an engine that can keeps their keys and values."""
+    graded: str = ""
+    """The question, as a message of workers.wire, if the reply is to be graded where it is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class Completion:
     """Its text and its answer (ChatFormat.read), if they were decoded where it was sampled."""
     routes: bytes = b""
     """Experts of every token that was fed, prompt included (models.routing.Row); empty if none are recorded."""
+    graded: tuple[Grade, float] | None = None
+    """Its grade and the seconds that grading took, if it was graded where it was sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import pytest
 from lockstep.build.parts import Meanwhile
 from lockstep.cluster.group import GroupEngine, GroupLearner
 from lockstep.cluster.process_workers import Workers
-from lockstep.cluster.sampler import SampledReply
 from lockstep.errors import EngineError
 from lockstep.learner.packing import as_sequence
 from lockstep.learner.protocol import Share
+from lockstep.rollout.beside import SampledReply
 from lockstep.types import Batch, FinishReason, LearnerFacts, Request, Sampling
 from tests.loops.runs import recipe
 

@@ -1,0 +1,165 @@
+"""Grading beside an engine: the grades that the task itself would give, from processes of the engine's own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import schema
+from lockstep.errors import TaskError
+from lockstep.rollout.beside import BesideEngine, SampledReply
+from lockstep.tasks.build import build_grader, build_task
+from lockstep.tasks.mixed import Mixed
+from lockstep.types import Completion, FinishReason, Grade, Prompt, Request, Sampling, TokenIds
+from lockstep.workers.wire import dumps
+
+OWN = """
+import os
+from lockstep.types import Grade, Prompt
+
+class Count:
+    name = "count"
+    def __init__(self, seed, least=1):
+        self.seed, self.least = seed, least
+    def batch(self, step, size):
+        return [Prompt(f"q{step}-{i}", ({"role": "user", "content": f"{step} {i}"},), "", "count") for i in range(size)]
+    def heldout(self, role, size):
+        return [Prompt(f"h{i}", ({"role": "user", "content": f"h {i}"},), "", "count") for i in range(size)]
+    def grade(self, prompt, reply):
+        if reply == "hang":
+            while True:
+                pass
+        return Grade(float(len(reply) >= self.least), {"seed": self.seed, "parent": os.getppid()}, prompt.id + prompt.task)
+"""
+SUMS = {"kind": "reasoning_gym", "dataset": "chain_sum", "settings": {"max_terms": 2}}
+
+
+def settings_of(task: dict[str, object]) -> schema.Task:
+    return schema.Recipe.model_validate({"model": {"path": "m"}, "task": task}).task
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> dict[str, object]:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return {
+        "kind": "python",
+        "path": f"{file}:Count",
+        "settings": {"least": 3},
+        "grading": {"seconds": 1, "workers": 3},
+    }
+
+
+def read_many(many: Sequence[TokenIds]) -> list[tuple[str, str]]:
+    """Stand for a tokenizer: ids are characters."""
+    return [(text := bytes(ids).decode(), text) for ids in many]
+
+
+def completion(prompt: Prompt, text: str, asked: Prompt | None) -> Completion:
+    graded = "" if asked is None else dumps(asked).decode()
+    request = Request(f"{prompt.id}#{text}", (1,), prompt.id, 0, Sampling(9), 0, graded=graded)
+    ids = tuple(text.encode())
+    return Completion(request, ids, (-1.0,) * len(ids), FinishReason.STOP, 0)
+
+
+def all_of(engine: BesideEngine, found: Sequence[Completion], seconds: float = 20.0) -> dict[str, SampledReply]:
+    """Return everything that comes for these completions, by id."""
+    ready = engine.take(found, 0.0, 32)
+    end = time.monotonic() + seconds
+    while engine.waiting and time.monotonic() < end:
+        ready += engine.take([], time.monotonic() + 0.2, 32)
+    return {one.request_id: one for one in ready}
+
+
+@pytest.mark.parametrize("kind", ["own", "sums", "mixed", "nothing"])
+def test_grades_are_those_of_the_task(own: dict[str, object], kind: str) -> None:
+    tasks: dict[str, dict[str, object]] = {"own": own, "sums": SUMS, "nothing": {"kind": "guess_number"}}
+    tasks["mixed"] = {
+        "kind": "mixed",
+        "tasks": {name: {"weight": 1, "task": tasks[name]} for name in ("own", "sums", "nothing")},
+    }
+    settings = settings_of(tasks[kind])
+    task = build_task(settings, seed=7)
+    engine = BesideEngine(lambda: build_grader(settings, 7, 2), read_many)
+    prompts = task.batch(0, 6)
+    given = [completion(one, text, task.apart(one)) for one in prompts for text in ("no", "4", right(one))]
+    found = all_of(engine, given)
+    apart = {one.id for one in prompts if task.apart(one) is not None}
+    expected = {"own": 6, "sums": 6, "mixed": 4, "nothing": 0}
+    assert len(apart) == expected[kind]
+    for one in prompts:
+        for text in ("no", "4", right(one)):
+            graded = found[f"{one.id}#{text}"].graded
+            assert found[f"{one.id}#{text}"].read == (text, text)
+            assert (graded is not None) == (one.id in apart)
+            if graded is not None:
+                assert comparable(graded[0]) == comparable(task.grade(one, text))
+                assert graded[0].scored
+    rewards = {one.graded[0].reward for one in found.values() if one.graded}
+    assert rewards == ({0.0, 1.0} if apart else set())
+    if isinstance(task, Mixed):
+        assert {one.graded[0].extracted for one in found.values() if one.graded} >= {"q0-0count"}
+
+
+def right(prompt: Prompt) -> str:
+    """Return a right reply to a prompt of either task."""
+    return f"\\boxed{{{prompt.answer}}}" if prompt.answer else "three"
+
+
+def comparable(grade: Grade) -> tuple[object, ...]:
+    """Return all of a grade but which process's child gave it."""
+    metrics = {name: value for name, value in grade.metrics.items() if name != "parent"}
+    return grade.reward, metrics, grade.extracted, grade.method, grade.error, grade.facts
+
+
+def test_processes_are_the_engines_own_and_a_reply_that_hangs_holds_up_no_other(own: dict[str, object]) -> None:
+    settings = settings_of(own)
+    task = build_task(settings, seed=7)
+    built = []
+
+    def build():  # type: ignore[no-untyped-def]
+        built.append(build_grader(settings, 7, 2))
+        return built[-1]
+
+    engine = BesideEngine(build, read_many)
+    (prompt,) = task.batch(0, 1)
+    assert all_of(engine, [completion(prompt, "free", None)])[f"{prompt.id}#free"].graded is None
+    assert built == []
+    texts = ["hang", *map(str, range(1000, 1020))]
+    first = engine.take([completion(prompt, text, task.apart(prompt)) for text in texts], 0.0, 99)
+    while len(first) < 20:
+        first += engine.take([], time.monotonic() + 5, 20 - len(first))
+    assert engine.waiting == 1
+    grades = [one.graded[0] for one in first if one.graded]
+    assert {(grade.reward, grade.metrics["parent"]) for grade in grades} == {(1.0, float(os.getpid()))}
+    ((_, last),) = all_of(engine, []).items()
+    assert last.graded is not None
+    assert "time limit" in str(last.graded[0].error)
+    assert last.graded[1] > 0.5
+    assert len(built) == 1
+    assert built[0].workers == 2
+
+
+def test_what_is_dropped_does_not_come_back(own: dict[str, object]) -> None:
+    settings = settings_of(own)
+    task = build_task(settings, seed=7)
+    engine = BesideEngine(lambda: build_grader(settings, 7, 1), read_many)
+    prompts = task.batch(0, 2)
+    engine.take([completion(prompts[0], text, task.apart(prompts[0])) for text in ("hang", "a", "b")], 0.0, 0)
+    engine.drop()
+    found = all_of(engine, [completion(prompts[1], "after", task.apart(prompts[1]))])
+    assert list(found) == [f"{prompts[1].id}#after"]
+
+
+def test_a_grader_that_cannot_be_loaded_is_an_error_of_its_own(own: dict[str, object], tmp_path: Path) -> None:
+    settings = settings_of(own)
+    task = build_task(settings, seed=7)
+    (prompt,) = task.batch(0, 1)
+    (tmp_path / "own.py").unlink()
+    engine = BesideEngine(lambda: build_grader(settings, 7, 1), read_many)
+    with pytest.raises(TaskError, match=r"own\.py"):
+        engine.take([completion(prompt, "a", task.apart(prompt))], 0.0, 1)
