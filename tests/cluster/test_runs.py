@@ -172,3 +172,26 @@ def test_the_error_of_a_worker_is_raised_as_it_is(tmp_path: Path, tiny_model_dir
     with pytest.raises((LearnerError, SyncError), match=r"gradient norm|no number") as caught:
         trained(tmp_path, tiny_model_dir, *settings)
     assert "rank " in caught.value.where
+
+
+GRADES = """
+import os
+from pathlib import Path
+
+def grade(prompt, reply):
+    Path(__file__).with_name(f"by_{os.getppid()}").touch()
+    return float(len(reply) % 2)
+"""
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_each_worker_grades_what_it_sampled(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "own.py").write_text(GRADES)
+    grader = f"task.verifier={{kind: python, path: {tmp_path}/own.py:grade}}"
+    settings = (*SMALL, grader, "steps=1", NO_EVAL, "prompts_per_step=4")
+    together = trained(tmp_path, tiny_model_dir, *settings, on(2), "name=together")
+    pids = {int(path.name.removeprefix("by_")) for path in tmp_path.glob("by_*")}
+    assert len(pids - {os.getpid()}) == 2
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    assert alike(alone, together, 1)
+    assert {int(path.name.removeprefix("by_")) for path in tmp_path.glob("by_*")} == pids | {os.getpid()}
