@@ -35,9 +35,7 @@ from lockstep.tasks.base import BuiltTask
 FOLDER = "workers"
 """Folder of a run for its workers' logs and stacks."""
 OBJECTS = 50_000
-"""New objects after which the driver, which holds no GPU memory, looks for garbage; 512 replies make some ten thousand. With the
-usual number it would look at each token of each reply while all workers wait.
-"""
+"""New objects after which the driver looks for garbage: 512 replies make some ten thousand, and the workers wait meanwhile."""
 
 
 def restarts(recipe: Recipe) -> int:
@@ -74,12 +72,13 @@ def place_parts(
         samplers.call("build", text, weights is not None)
     given.unlink(missing_ok=True)
     learns, meanwhile = replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe))), Meanwhile()
+    pushes = recipe.loop == "rl" and recipe.updates_per_step == 1 and settings is None and samplers is None
     return Parts(
         connected(recipe, task, resolved, facts),
         task,
         GroupEngine(samplers or workers, recipe),
         objective,
-        GroupLearner(workers, learns, meanwhile),
+        GroupLearner(workers, learns, meanwhile, pushes=pushes),
         None if settings is None else GroupCritic(workers, joint=settings.backbone == "shared"),
         GroupSync(workers, samplers),
         Carried.at_start(recipe),

@@ -56,8 +56,9 @@ POLL_SECONDS = 0.02
 class GroupLearner:
     """The learners of all workers as one."""
 
-    def __init__(self, workers: Workers, facts: LearnerFacts, meanwhile: Meanwhile) -> None:
-        self._workers, self._facts, self._meanwhile = workers, facts, meanwhile
+    def __init__(self, workers: Workers, facts: LearnerFacts, meanwhile: Meanwhile, *, pushes: bool = False) -> None:
+        """Take the workers. `pushes`: after each update comes a push, which they need not be asked for."""
+        self._workers, self._facts, self._meanwhile, self._pushes = workers, facts, meanwhile, pushes
         self.version = 0
         self.skipped = 0
         self.scored: tuple[Scored, ...] = ()
@@ -74,6 +75,8 @@ class GroupLearner:
                 part = replace(batch, sequences=tuple(sequences[place] for place in own))
                 workers.start([rank], "train", part, own, number * workers.size + rank, len(dealt))
         workers.start(everyone, "learner.finish_update")
+        if self._pushes:
+            workers.call_ahead("push")
         self._meanwhile.do()
         for method in ("learner.begin_update", *["train"] * len(rounds)):
             workers.collect(everyone, method)
@@ -231,9 +234,8 @@ class GroupEngine:
                 continue
             self._asked[rank] -= 1
             for one in found:
-                request = self._open[rank].pop(one.request_id)
                 known = one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, one.graded
-                completions.append(Completion(request, *known))
+                completions.append(Completion(self._open[rank].pop(one.request_id), *known))
         return completions
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -282,7 +284,8 @@ class GroupSync:
         start = time.perf_counter()
         engine.load(iter(()), learner.version)
         found, held = self._samplers.feed(learner.version) if self._samplers else (self._workers.call("push"), [])
-        return replace(self._proof(found, held), seconds=time.perf_counter() - start)
+        proof = self._proof(found, held)
+        return replace(proof, seconds=max(time.perf_counter() - start, *(one.proof.seconds for one in found)))
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything. Raises SyncError."""

@@ -246,10 +246,23 @@ class Workers:
 
     def __init__(self, processes: ProcessWorkers, ranks: range) -> None:
         self.processes, self.ranks, self.size, self.folder = processes, ranks, len(ranks), processes.folder
+        self._early: dict[str, list[Any]] = {}
+        """Results of calls that were made ahead, by method; none yet of those under way."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker with the same arguments; returns the results by rank."""
-        return self._called(range(self.size), method, *arguments)
+        self._take_early()
+        return self._early.pop(method, []) or self._called(range(self.size), method, *arguments)
+
+    def call_ahead(self, method: str) -> None:
+        """Begin a call that `call` will ask for."""
+        self.processes.start(self.ranks, method)
+        self._early[method] = []
+
+    def _take_early(self) -> None:
+        """Take the results of calls that were made ahead: they come before those of any other."""
+        for method, found in self._early.items():
+            self._early[method] = found or self.collect(range(self.size), method)
 
     def call_one(self, rank: int, method: str, *arguments: Any) -> Any:
         """Call a method of one worker."""
@@ -281,6 +294,7 @@ class Workers:
 
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
         """Begin a call of these; a worker takes its calls one after the other."""
+        self._take_early()
         self.processes.start([self.ranks[rank] for rank in ranks], method, *arguments)
 
     def results(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, Any]:

@@ -43,6 +43,8 @@ class BesideEngine:
         self._grader: AsyncGrader | None = None
         self._waiting: dict[str, tuple[Completion, tuple[str, str]]] = {}
         """Completions without their grade, with their text and answer, by id."""
+        self._ungraded: list[tuple[Completion, str]] = []
+        """Those of them that no grader has, and their answers."""
 
     @property
     def waiting(self) -> int:
@@ -58,9 +60,12 @@ class BesideEngine:
         ready = list[SampledReply]()
         for one, read in zip(found, self._read([one.ids for one in found]), strict=True):
             if one.request.graded:
-                self._submit(one, read)
+                self._waiting[one.request.id] = one, read
+                self._ungraded.append((one, read[1]))
             else:
                 ready.append(_reply(one, read))
+        if len(found) < most:  # with more to come at once, the grader's threads would only hold them up
+            self._grade_all()
         while self._grader is not None:
             keys = self._grader.done(0.0 if found else max(0.0, until - time.monotonic()))
             for key in keys:
@@ -78,16 +83,19 @@ class BesideEngine:
             self._grader.__exit__(None, None, None)
         self._grader = None
         self._waiting.clear()
+        self._ungraded.clear()
         self._prompts.clear()
 
-    def _submit(self, one: Completion, read: tuple[str, str]) -> None:
-        if self._grader is None:
-            self._grader = AsyncGrader(self._build())
-        asked = one.request.graded
-        if asked not in self._prompts:
-            self._prompts[asked] = loads(asked.encode())
-        self._waiting[one.request.id] = one, read
-        self._grader.submit(one.request.id, self._prompts[asked], read[1])
+    def _grade_all(self) -> None:
+        """Have all that wait graded."""
+        for one, answer in self._ungraded:
+            if self._grader is None:
+                self._grader = AsyncGrader(self._build())
+            asked = one.request.graded
+            if asked not in self._prompts:
+                self._prompts[asked] = loads(asked.encode())
+            self._grader.submit(one.request.id, self._prompts[asked], answer)
+        self._ungraded.clear()
 
 
 def _reply(one: Completion, read: tuple[str, str], graded: tuple[Grade, float] | None = None) -> SampledReply:

@@ -61,7 +61,7 @@ def build_task(settings: schema.Task, seed: int) -> BuiltTask:
 def build_grader(settings: schema.Task, seed: int, places: int) -> BuiltTask:
     """Return what grades replies to the prompts that the task's `apart` returns, beside one of `places` engines.
 
-    It has no questions of its own. The processes of a grader of your own are shared among the places, at least one each.
+    It has no questions of its own. The places share the grader's processes, but each has two if the recipe asks for as many.
     """
     match settings:
         case schema.FileTask():
@@ -80,4 +80,8 @@ def build_grader(settings: schema.Task, seed: int, places: int) -> BuiltTask:
 def _shared(settings: Limits, places: int) -> Limits:
     """Return the settings of a grader with its part of the worker processes."""
     workers = getattr(settings, "workers", None)
-    return settings if workers is None else settings.model_copy(update={"workers": -(-workers // places)})
+    return (
+        settings
+        if workers is None
+        else settings.model_copy(update={"workers": min(workers, max(2, -(-workers // places)))})
+    )

@@ -32,7 +32,6 @@ Handler = Callable[[Any], object]
 GROWTH = 256 * 2**20
 """A process that holds so much more than after loading is replaced: a call's memory is not charged to a later one."""
 _PR_SET_PDEATHSIG = 1
-_STATM = Path("/proc/self/statm")
 STARTS_PROCESSES = (
     "os.fork",
     "os.forkpty",
@@ -161,7 +160,8 @@ def _status(pid: int, seconds: float) -> int | None:
 
 def serve(handler: Handler, settings: dict[str, Any], requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer each request, each within the limits of the settings (see process.Work)."""
-    base, guard, process = _held(), Guard(), os.getpid()
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    base, guard, process = _held(statm), Guard(), os.getpid()
     memory, stateful = settings["memory"], settings["stateful"]
     path = Path(settings["file"]).expanduser() if settings["file"] else None
     if memory is not None:
@@ -186,7 +186,7 @@ def serve(handler: Handler, settings: dict[str, Any], requests: BinaryIO, answer
             os._exit(0)  # a copy of this process, made by the work: it has no owner
         if forked := not stateful and (guard.tried or guard.child()):
             answer = {"error": answer.get("error") or f"it started a process ({forked})"}
-        done = not stateful and (bool(forked) or "limit" in answer or _held() - base > GROWTH)
+        done = not stateful and (bool(forked) or "limit" in answer or _held(statm) - base > GROWTH)
         if dropped := time.perf_counter() - start > settings["slow_seconds"]:  # other processes may be idle
             slow = request["batch"]
         _send(answers, answer | {"id": request["id"], "last": done, "dropped": dropped})
@@ -216,10 +216,9 @@ def _limit_cpu(seconds: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (whole, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _held() -> int:
-    """Bytes of address space of this process."""
-    with _STATM.open("rb", buffering=0) as file:
-        return int(file.read(64).split()[0]) * resource.getpagesize()
+def _held(statm: int) -> int:
+    """Bytes of address space of this process. `statm`: its file of this name, open."""
+    return int(os.pread(statm, 64, 0).split()[0]) * resource.getpagesize()
 
 
 def _end_with_owner(requests: int, owner: int) -> None:

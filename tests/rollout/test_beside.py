@@ -149,7 +149,7 @@ def test_what_is_dropped_does_not_come_back(own: dict[str, object]) -> None:
     task = build_task(settings, seed=7)
     engine = BesideEngine(lambda: build_grader(settings, 7, 1), read_many)
     prompts = task.batch(0, 2)
-    engine.take([completion(prompts[0], text, task.apart(prompts[0])) for text in ("hang", "a", "b")], 0.0, 0)
+    engine.take([completion(prompts[0], text, task.apart(prompts[0])) for text in ("hang", "a", "b")], 0.0, 9)
     engine.drop()
     found = all_of(engine, [completion(prompts[1], "after", task.apart(prompts[1]))])
     assert list(found) == [f"{prompts[1].id}#after"]
@@ -162,4 +162,4 @@ def test_a_grader_that_cannot_be_loaded_is_an_error_of_its_own(own: dict[str, ob
     (tmp_path / "own.py").unlink()
     engine = BesideEngine(lambda: build_grader(settings, 7, 1), read_many)
     with pytest.raises(TaskError, match=r"own\.py"):
-        engine.take([completion(prompt, "a", task.apart(prompt))], 0.0, 1)
+        engine.take([completion(prompt, "a", task.apart(prompt))], 0.0, 2)
