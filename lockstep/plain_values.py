@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -53,12 +53,14 @@ def kinds_of(worker: str, method: str) -> tuple[dict[str, Any], Any]:
 def _codec(kind: Any) -> Codec:
     """Return how values of a type travel. Raises TypeError for a type that cannot be sent."""
     origin, args = get_origin(kind), get_args(kind)
+    record: Any = kind
     if is_dataclass(kind):
-        record: Any = kind
         hints, names = get_type_hints(kind), [field.name for field in fields(kind)]
         return _once(
             _parts([hints[name] for name in names], lambda one: [getattr(one, name) for name in names], record)
         )
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        return _once(_parts([*get_type_hints(kind).values()], lambda one: one, record))
     if origin in (types.UnionType, Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
         return _inside(
@@ -112,7 +114,7 @@ def _parts(kinds: Sequence[Any], parts_of: Callable[[Any], Sequence[Any]], make:
 
     def read(plain: Any) -> Sequence[Any]:
         columns = [read(column) for (_, read), column in zip(parts, plain, strict=True)]
-        return [make(*row) for row in zip(*columns, strict=True)]
+        return [*starmap(make, zip(*columns, strict=True))]
 
     return write, read
 

@@ -22,6 +22,7 @@ from lockstep.learner.protocol import Share
 from lockstep.learner.statistics import Piece
 from lockstep.plain_values import _codec, from_plain, kinds_of, to_plain
 from lockstep.scoring.workers import Evaluator
+from lockstep.sync.fingerprint import Fingerprints, TensorPrint
 from lockstep.types import (
     Batch,
     Completion,
@@ -52,6 +53,16 @@ def test_a_batch_arrives_as_it_was_sent() -> None:
         plain = to_plain(Batch, batch)
         assert classes_in(plain) == []
         assert from_plain(Batch, plain) == batch
+
+
+def test_fingerprints_arrive_as_they_were_sent() -> None:
+    shape = (3, 2)
+    prints = {name: TensorPrint(value, "bfloat16", shape, 12) for name, value in (("a", 0), ("b", 2**64 - 1))}
+    sent = Fingerprints({**prints, "c": TensorPrint(5, "float64", (), 8)})
+    found = from_plain(Fingerprints, wire.loads(wire.dumps(to_plain(Fingerprints, sent))))
+    assert found == sent
+    assert found.combined == sent.combined
+    assert found != Fingerprints(prints)
 
 
 def test_numbers_keep_their_bits() -> None:

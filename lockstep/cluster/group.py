@@ -24,7 +24,7 @@ from lockstep.learner.value_head import CriticShare, critic_metrics
 from lockstep.rollout.requests import check_idle, check_version
 from lockstep.sync.compare import Mismatch, compare
 from lockstep.sync.control import blind
-from lockstep.sync.fingerprint import Fingerprints, combine
+from lockstep.sync.fingerprint import Fingerprints
 from lockstep.types import (
     Batch,
     Completion,
@@ -326,7 +326,7 @@ class GroupSync:
             truth |= one.truth
         if self._samplers is not None and proofs[0].probe is not None:
             self._samplers.require_same_scores()
-        if faults := differing(combine(truth), held):
+        if faults := differing(Fingerprints(truth), held):
             what, first = "tensors differ from those of the workers that own them", "; ".join(map(str, faults[:8]))
             fix = "use no sample and no score of this run's last step; resume from the last checkpoint"
             raise SyncError(f"{len(faults)} {what}: {first}", where=f"sync of version {proofs[0].version}", fix=fix)

@@ -46,8 +46,9 @@ def named_weights(model: nn.Module, *, trainable_only: bool = False) -> WeightSt
     for name, tensor in contents.tensors:
         if tensor.requires_grad or not trainable_only:
             yield name, tensor.detach()
-    for name, scaling in contents.scalings.items():
-        yield f"{name}.lora_scaling", torch.tensor([float(scaling[contents.adapter])], dtype=torch.float64)
+    factors = [float(scaling[contents.adapter]) for scaling in contents.scalings.values()]
+    for name, factor in zip(contents.scalings, torch.tensor(factors, dtype=torch.float64).split(1), strict=False):
+        yield f"{name}.lora_scaling", factor
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
@@ -86,6 +87,7 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
     return taken
 
 
+@lru_cache(maxsize=1 << 16)
 def clean_name(name: str, adapter: str = "default") -> str:
     """Return the checkpoint's name of a parameter, without what PEFT wraps around it."""
     name = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", ".")
@@ -110,26 +112,37 @@ class _Contents:
 
 
 def _contents(model: nn.Module) -> _Contents:
-    """Collect it in one walk over the modules, which for a model with adapters takes longer than all else at a sync."""
+    """Collect it in one walk over the modules. Nothing of it is kept for the next, so that every change of the model is seen."""
     adapters = frozenset[str](getattr(model, "peft_config", ()))
     active = active_adapter(model) if adapters else None
     found = _Contents([], {}, active or "")
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        held = module._parameters
+    seen, walked = set[int](), set[nn.Module]()
+    waiting = [("", model)]
+    while waiting:  # in the order of named_modules(), which takes several times as long
+        path, module = waiting.pop()
+        if module in walked:
+            continue
+        walked.add(module)
+        if children := module._modules:
+            waiting += [  # without the empty ones, of which PEFT makes many
+                (f"{path}{key}.", child)
+                for key, child in reversed(children.items())
+                if child is not None and (child._modules or child._parameters or child._buffers)
+            ]
+            scaling: Any = getattr(module, "scaling", None) if active and "lora_A" in children else None
+            if scaling is not None and active in scaling:
+                found.scalings[clean_name(path[:-1])] = scaling
+        held: dict[str, Any] = module._parameters
         if module._buffers:
             held = held | {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for key, tensor in held.items():
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            owner, name = _named(f"{path}.{key}" if path else key, adapters)
+            owner, name = _named(f"{path}{key}", adapters)
             # A method's own buffers are made again from its seed or the base (VeRA, DeLoRA).
             if owner is None or (owner == active and key in module._parameters):
                 found.tensors.append((name, tensor))
-        scaling: Any = getattr(module, "scaling", None) if active and "lora_A" in module._modules else None
-        if scaling is not None and active in scaling:
-            found.scalings[clean_name(path)] = scaling
     return found
 
 

@@ -44,6 +44,8 @@ class Mismatch:
 
 def compare(learner: Fingerprints, engine: Fingerprints, previous: Fingerprints | None = None) -> tuple[Mismatch, ...]:
     """Return the tensors in which the sides differ, by name. `previous` is the last proof's, to recognise a stale tensor."""
+    if learner.tensors == engine.tensors:
+        return ()
     known = previous.tensors if previous else {}
     names = sorted(learner.tensors.keys() | engine.tensors.keys())
     faults = (_fault(name, learner.tensors.get(name), engine.tensors.get(name), known.get(name)) for name in names)

@@ -17,8 +17,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ KEY_A, KEY_B = 0x4C6F636B73746570, 0x66696E6765727072  # "Lockstep", "fingerpr";
 BLOCK = 4096
 CPU_BLOCKS = 32  # 1 MiB of int64: stays in a core's cache
 GPU_BLOCKS = 4096  # 128 MiB of int64: few launches
-FEW = 16
-"""Largest number of elements of a CPU tensor that Python sums itself."""
 LARGEST = (1 << 31) - BLOCK
 """Largest number of elements of a GPU tensor for the kernel, which counts them in 32 bits."""
 HELD = 1 << 28
@@ -41,8 +39,7 @@ GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPrint:
+class TensorPrint(NamedTuple):
     """Fingerprint of one tensor. Example: TensorPrint(0x9f…, "bfloat16", (576, 576), 663552)"""
 
     value: int
@@ -52,13 +49,17 @@ class TensorPrint:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fingerprints:
     """Fingerprints of all tensors of a weight stream, by name."""
 
     tensors: Mapping[str, TensorPrint]
-    combined: str
-    """Fingerprint of all of them, independent of their order: 16 hex digits."""
+
+    @cached_property
+    def combined(self) -> str:
+        """Fingerprint of all of them, independent of their order: 16 hex digits. Few are asked for it."""
+        text = "\n".join(f"{name} {self.tensors[name].value:016x}" for name in sorted(self.tensors))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def bytes(self) -> int:
@@ -89,29 +90,29 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
+    """Return how prints name a dtype and a shape: one object for all of a kind, which travels between processes once."""
+    return str(dtype).removeprefix("torch."), tuple(shape)
+
+
 def fingerprint(stream: WeightStream) -> Fingerprints:
     """Fingerprint every tensor of a stream, holding few at a time.
 
     Raises SyncError if a name comes twice, or a tensor is not dense, real and unquantised.
     """
-    specs: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    specs: dict[str, tuple[tuple[str, tuple[int, ...]], int]] = {}
     sums = _Sums()
     for name, tensor in stream:
         if name in specs:
             raise _twice(name)
         sums.add(tensor)
-        specs[name] = (dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
+        specs[name] = (_spec(tensor.dtype, tensor.shape), tensor.nbytes)
     prints = {
-        name: TensorPrint(identify(name, dtype, shape, total), dtype, shape, size)
-        for (name, (dtype, shape, size)), total in zip(specs.items(), sums.totals(), strict=True)
+        name: TensorPrint(identify(name, *spec, total), *spec, size)
+        for (name, (spec, size)), total in zip(specs.items(), sums.totals(), strict=True)
     }
-    return combine(prints)
-
-
-def combine(prints: Mapping[str, TensorPrint]) -> Fingerprints:
-    """Combine the fingerprints of all tensors, independent of their order."""
-    text = "\n".join(f"{name} {prints[name].value:016x}" for name in sorted(prints))
-    return Fingerprints(prints, hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+    return Fingerprints(prints)
 
 
 class Fingerprinter:
@@ -159,7 +160,7 @@ class Fingerprinter:
         self._known = {name: (guard, prints[name]) for name, guard in guards.items()}
         self._first = {**{name: prints[name] for name in guards}, **self._first}
         self.thawed = tuple(name for name in guards if prints[name] != self._first[name])
-        return combine(prints)
+        return Fingerprints(prints)
 
 
 def _twice(name: str) -> SyncError:
@@ -175,7 +176,8 @@ class _Sums:
 
     def __init__(self) -> None:
         self._count = 0
-        self._known: dict[int, int] = {}
+        self._numbers: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        """Tensors of one element on the CPU, as the scalings of adapters: read together, and summed in Python."""
         self._summed: list[tuple[Sequence[int], Tensor]] = []
         """Indices of tensors, and their sums."""
         self._waiting: list[tuple[int, Tensor]] = []
@@ -193,15 +195,19 @@ class _Sums:
             self._bytes += count * size
             if self._bytes > HELD:
                 self._launch()
-        elif count <= FEW and tensor.device.type == "cpu":
-            self._known[place] = _short_sum(_bits(tensor))
+        elif count == 1 and tensor.is_cpu:
+            self._numbers.setdefault(tensor.dtype, []).append((place, tensor))
         else:
             self._summed.append(((place,), _torch_sum(_bits(tensor).reshape(-1))[None]))
 
     def totals(self) -> list[int]:
         """Return the sums of all tensors in the order of `add`, as signed numbers."""
         self._launch()
-        totals = dict(self._known)
+        totals: dict[int, int] = {}
+        for dtype, numbers in self._numbers.items():
+            whole, factor = 1 << 8 * dtype.itemsize, (splitmix64(KEY_A, 0) | 1) * (splitmix64(KEY_B, 0) | 1)
+            bits = torch.cat([t.reshape(1) for _, t in numbers]).detach().view(INTEGERS[dtype.itemsize]).tolist()
+            totals |= {place: (value % whole + 1) * factor for (place, _), value in zip(numbers, bits, strict=True)}
         for device in dict.fromkeys(sums.device for _, sums in self._summed):
             there = [(places, sums) for places, sums in self._summed if sums.device == device]
             values: list[int] = torch.cat([sums for _, sums in there]).tolist()
@@ -224,18 +230,6 @@ def _kernel_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     blocks = max(-(-tensor.numel() // BLOCK) for tensor in tensors)
     sums: Tensor = kernels.tensor_sums(tensors, _table(KEY_A, BLOCK, device), _rows(blocks, device))
     return sums
-
-
-def _short_sum(tensor: Tensor) -> int:
-    """Sum a few elements on the CPU: Python's integers are quicker than a handful of operations."""
-    bits: list[int] = tensor.reshape(-1).tolist()
-    whole = 1 << 8 * tensor.element_size()
-    return sum((value % whole + 1) * _odd(KEY_A, place) for place, value in enumerate(bits)) * _odd(KEY_B, 0) & MASK
-
-
-@lru_cache(maxsize=64)
-def _odd(key: int, index: int) -> int:
-    return splitmix64(key, index) | 1
 
 
 def _torch_sum(bits_T: Tensor) -> Tensor:

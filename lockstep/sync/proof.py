@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.config.schema import Sync
 from lockstep.errors import SyncError
 from lockstep.sync.compare import Fault, Mismatch, compare, explain
-from lockstep.sync.fingerprint import Fingerprinter, Fingerprints, combine, fingerprint, splitmix64
+from lockstep.sync.fingerprint import Fingerprinter, Fingerprints, fingerprint, splitmix64
 from lockstep.sync.merged import MergedLearner
 from lockstep.sync.record import VERSION
 from lockstep.types import Learner, Probe, Proof, RolloutEngine, TokenIds, WeightStream
@@ -176,10 +176,9 @@ def _read_shared(
     """Read each shared tensor once. A tensor of one element (an adapter's scaling) may be a separate value on each side."""
     mine, yours = _collect(learner.weights()), _collect(engine.weights())
     ours = readers.learner.read(iter(mine.items()))
-    same = {name for name, tensor in yours.items() if name in mine and _same_storage(mine[name], tensor)}
-    apart = {name: tensor for name, tensor in yours.items() if name not in same}
-    shared = {name: ours.tensors[name] for name in same}
-    theirs = combine({**shared, **fingerprint(iter(apart.items())).tensors})
+    apart = {name: t for name, t in yours.items() if name not in mine or not _same_storage(mine[name], t)}
+    shared = {name: ours.tensors[name] for name in yours.keys() - apart.keys()}
+    theirs = Fingerprints({**shared, **fingerprint(iter(apart.items())).tensors})
     faults = tuple(
         Mismatch(name, Fault.NOT_SHARED, "the engine has a copy of it")
         for name, tensor in apart.items()
@@ -201,12 +200,10 @@ def _collect(stream: WeightStream) -> dict[str, Tensor]:
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) == (
-        other.data_ptr(),
-        other.device,
-        other.dtype,
-        other.shape,
-        other.stride(),
+    return one.dtype == other.dtype and (
+        one.is_set_to(other)  # says the same in one call, but not of memory that two storages share
+        or (one.data_ptr(), one.device, one.shape, one.stride())
+        == (other.data_ptr(), other.device, other.shape, other.stride())
     )
 
 

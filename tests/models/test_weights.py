@@ -45,6 +45,48 @@ def test_the_tensors_are_the_live_ones():
         assert not tensor.requires_grad
 
 
+def test_the_order_is_that_of_torch_with_shared_and_absent_modules():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)), nn.Linear(3, 2, bias=False))
+    model.register_module("absent", None)
+    model.add_module("again", model[1])
+    model.add_module("tied", nn.Linear(3, 2))
+    model.get_submodule("tied").weight = model[2].weight
+    names = [name for name, _ in named_weights(model)]
+    parameters = [name for name, _ in model.named_parameters()]
+    assert [name for name in names if name in parameters] == parameters
+    assert sorted(names) == sorted([*parameters, *(name for name, _ in model.named_buffers())])
+
+
+def test_every_read_sees_the_model_as_it_is():
+    model = adapted()
+    layer: Any = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    name = "model.layers.1.self_attn.q_proj"
+
+    def read() -> dict[str, torch.Tensor]:
+        return dict(named_weights(model))
+
+    before = read()
+    layer.lora_A["default"].weight = nn.Parameter(torch.ones(4, 64))
+    assert read()[f"{name}.lora_A"].eq(1).all()
+    layer.scaling = {"default": 0.5}
+    assert read()[f"{name}.lora_scaling"].tolist() == [0.5]
+    layer.base_layer = nn.Linear(64, 64, bias=True)
+    assert read().keys() - before.keys() == {f"{name}.bias"}
+    layer.base_layer.register_buffer("extra", torch.ones(2))
+    assert f"{name}.extra" in read()
+    layer.base_layer._non_persistent_buffers_set.add("extra")
+    assert f"{name}.extra" not in read()
+    del layer.lora_B["default"]
+    assert f"{name}.lora_B" not in read()
+    with_two: Any = adapted()
+    with_two.add_adapter("other", with_two.peft_config["default"])
+    first = dict(named_weights(with_two))
+    with_two.set_adapter("other")
+    second = dict(named_weights(with_two))
+    assert first.keys() == second.keys()
+    assert first[f"{name}.lora_A"].data_ptr() != second[f"{name}.lora_A"].data_ptr()
+
+
 def test_adapters_keep_the_bases_names_and_add_their_own():
     base = {name for name, _ in named_weights(plain("llama-tied"))}
     weights = dict(named_weights(adapted()))

@@ -74,6 +74,14 @@ def test_it_is_the_sum_of_its_definition(shape: tuple[int, ...], dtype: torch.dt
     assert print_of(tensor) == defined(tensor)
 
 
+def test_numbers_among_other_tensors_have_the_fingerprints_that_they_have_alone():
+    shapes: list[tuple[int, ...]] = [(), (3,), (1,), (1, 1), (17,)]
+    named = {f"{shape} {dtype}": random_tensor(shape, dtype, 3) for shape in shapes for dtype in DTYPES}
+    named["trained"] = torch.nn.Parameter(torch.tensor([0.5]))
+    found = fingerprint(iter(named.items())).tensors
+    assert {name: one.value for name, one in found.items()} == {name: defined(t, name) for name, t in named.items()}
+
+
 def test_many_blocks_go_through_the_buffer_in_chunks():
     tensor = random_tensor((70 * BLOCK + 123,), torch.bfloat16)
     assert print_of(tensor) == defined(tensor)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from lockstep.config.schema import Sync
 from lockstep.errors import StaleWeightsError, SyncError
 from lockstep.sync.fingerprint import fingerprint
-from lockstep.sync.proof import proof_settings
+from lockstep.sync.proof import _same_storage, proof_settings
 from lockstep.sync.transports import CopySync, SharedSync, build_sync
 from lockstep.types import Batch, LossInput, LossOutput, Request, Sampling, TokenIds, TrainSequence, WeightStream
 from tests.sync.tiny import (
@@ -260,6 +261,15 @@ def test_shared_refuses_an_engine_with_a_copy_even_if_it_is_equal():
         shared().push(TinyLearner(model), TinyEngine(twin))
     assert "up.weight: not shared, the engine has a copy of it" in caught.value.what
     assert "down.weight" not in caught.value.what
+
+
+def test_shared_asks_for_the_same_memory_read_in_the_same_way():
+    values = np.ones((4, 4), np.float32)
+    one, other = torch.from_numpy(values), torch.from_numpy(values)  # two storages over one memory
+    assert _same_storage(one, one.detach())
+    assert _same_storage(one, other)
+    assert not _same_storage(one, one.clone())
+    assert not any(_same_storage(one, part) for part in (one.T, one.view(torch.int32), one[:2], other.T, other[1:]))
 
 
 def test_shared_compares_scalings_by_value():

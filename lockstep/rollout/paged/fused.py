@@ -26,7 +26,7 @@ from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
 from lockstep.rollout.paged.forms import FAMILIES, CannotFuse, Form, form_of, row_norm_of, turns_of
-from lockstep.rollout.paged.joined import joined, same_place, side_by_side, slices
+from lockstep.rollout.paged.joined import joined, side_by_side, slices
 from lockstep.rollout.paged.ops import Ops
 from lockstep.rollout.paged.plain import RowNorm, Turn, Unsummed
 from lockstep.rollout.paged.state import PageCache, Rows
@@ -206,8 +206,8 @@ class FusedDecoder:
         """Return the tensor that is read instead of a parameter: the parameter itself if its memory is the same, so that
         torch's count of its writes stays valid.
         """
-        place = self.fused.get(name, parameter)
-        return parameter if same_place(place, parameter) else place
+        place = self.fused.get(name)
+        return parameter if place is None or place.is_set_to(parameter) else place
 
 
 def fuse_or_log(base: Any, positions: int) -> FusedDecoder | None:

@@ -22,7 +22,7 @@ from lockstep.rollout.requests import check_clean, check_idle, check_version
 from lockstep.rollout.vllm import bucket, wire
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.settings import VllmSettings
-from lockstep.sync.fingerprint import Fingerprints, TensorPrint, combine
+from lockstep.sync.fingerprint import Fingerprints, TensorPrint
 from lockstep.types import Completion, FinishReason, Forward, ForwardReport, Request, Sampling, TokenIds, WeightStream
 
 POLL_SECONDS = 0.01
@@ -171,7 +171,7 @@ class EngineProcess:
         self._channel.send(wire.Fingerprint())
         match self._answer():
             case wire.Prints(entries):
-                return combine({e.name: TensorPrint(int(e.value, 16), e.dtype, e.shape, e.bytes) for e in entries})
+                return Fingerprints({e.name: TensorPrint(int(e.value, 16), e.dtype, e.shape, e.bytes) for e in entries})
             case other:
                 raise self._unexpected(other)
 
