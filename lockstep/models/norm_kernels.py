@@ -72,21 +72,23 @@ def row_norm(
 ) -> None:  # fmt: skip
     """Write residual + x to `sum_RH`, its RMS norm times weight to `out_RH`, whose rows may be apart, and 1 / rms to `rms_R`.
 
-    `late` and `offset` are those of RmsNorm. With `inner_H`, the weight of a norm alike, x is normed before it is added.
+    `late` and `offset` are those of RmsNorm. With `inner_H`, the weight of a norm alike, x is normed before it is added. x may be
+    two halves in fp32, [2, R, H], whose sum is rounded to the residual's precision.
     """
     count, size = residual_RH.shape
     block = triton.next_power_of_2(size)
     _row_norm_kernel[(count,)](
         residual_RH if x_RH is None else x_RH, residual_RH, weight_H, weight_H if inner_H is None else inner_H, sum_RH, out_RH,
-        sum_RH if rms_R is None else rms_R, out_RH.stride(0), epsilon, offset, x_RH is not None, inner_H is not None,
-        rms_R is not None, late, size, block, num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False, **overlap(),
+        sum_RH if rms_R is None else rms_R, out_RH.stride(0), epsilon, offset, x_RH is not None,
+        x_RH is not None and x_RH.dim() == 3, inner_H is not None, rms_R is not None, late, size, block,
+        num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
 
 
 @triton.jit
 def _row_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, inner_ptr, sum_ptr, out_ptr, rms_ptr, out_stride, eps, offset,
-    ADD: tl.constexpr, INNER: tl.constexpr, KEEP: tl.constexpr, LATE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, inner_ptr, sum_ptr, out_ptr, rms_ptr, out_stride, eps, offset, ADD: tl.constexpr,
+    HALVES: tl.constexpr, INNER: tl.constexpr, KEEP: tl.constexpr, LATE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute residual + x (rounded, as the model rounds it), and its RMS norm."""
     await_input()
@@ -96,6 +98,9 @@ def _row_norm_kernel(
     value = tl.load(residual_ptr + row + at, mask=ok, other=0.0)
     if ADD:
         x = tl.load(x_ptr + row + at, mask=ok, other=0.0)
+        if HALVES:
+            other = tl.load(x_ptr + tl.num_programs(0).to(tl.int64) * SIZE + row + at, mask=ok, other=0.0)
+            x = (x + other).to(value.dtype)
         if INNER:
             wide = x.to(tl.float32)
             x = scaled(x, tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps), inner_ptr, at, ok, offset, LATE)

@@ -113,7 +113,11 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "row norm": (
         norm_kernels._row_norm_kernel,
-        {"ADD": True, "INNER": True, "KEEP": True, "LATE": True, "SIZE": 1536, "BLOCK": 2048},
+        {"ADD": True, "HALVES": False, "INNER": True, "KEEP": True, "LATE": True, "SIZE": 1536, "BLOCK": 2048},
+    ),
+    "row norm of halves": (
+        norm_kernels._row_norm_kernel,
+        {"ADD": True, "HALVES": True, "INNER": False, "KEEP": False, "LATE": False, "SIZE": 1536, "BLOCK": 2048},
     ),
     "parts of the vocabulary": (head_kernels._chunk_kernel, {"BLOCK": 4096}),
     "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),

@@ -12,7 +12,7 @@ Legend: B rows, X features, H query heads, O outputs, R ranks of the adapters of
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,7 +78,8 @@ class _Matrix:
         adapter = self.adapter
         return 0 if adapter is None or adapter.wide_OY is None or self.quantiser is not None else adapter.ranks
 
-    def __call__(self, x_BX: Tensor) -> Tensor:
+    def __call__(self, x_BX: Tensor, product: Callable[..., Tensor] = nn.functional.linear) -> Tensor:
+        """Return the product. `product` makes the largest part of it, unless more is added to that."""
         adapter = self.adapter
         if adapter is not None and adapter.wide_OY is not None and self.room:
             count, size = x_BX.shape
@@ -88,9 +89,11 @@ class _Matrix:
                 exact.adapter_into(down_BR, x_BX, adapter.down_RX, adapter.scaling)
                 return exact.linear(wide_BY, adapter.wide_OY, self.bias_O)
             torch.addmm(down_BR, x_BX, adapter.down_RX.T, beta=0, alpha=adapter.scaling, out=down_BR)
-            return nn.functional.linear(wide_BY, adapter.wide_OY, self.bias_O)
+            return product(wide_BY, adapter.wide_OY, self.bias_O)
         if exact.enabled():
             return exact.linear(x_BX, self.weight_OX, self.bias_O)
+        if adapter is None and self.quantiser is None:
+            return product(x_BX, self.weight_OX, self.bias_O)
         used_BX = x_BX if self.quantiser is None else self.quantiser.activation(x_BX)
         out_BO = nn.functional.linear(used_BX, self.weight_OX, self.bias_O)
         if adapter is not None:
@@ -123,7 +126,7 @@ class _Gated:
         return self.gate_up.room
 
     def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor:
-        return self.down(ops.gate(self.gate_up(x_BX), self.down.room, gelu=self.gelu))
+        return self.down(ops.gate(self.gate_up(x_BX), self.down.room, gelu=self.gelu), ops.before_norm)
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Gated:
         parts = {name: getattr(self, name).quantised(numerics, quantiser) for name in ("gate_up", "down")}

@@ -15,6 +15,9 @@ from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 MATRIX_ROWS, MATRIX_COLUMNS = 16, 8
 """Least rows and columns of a matrix instruction: the query heads of one key head are padded to either, rows if exact."""
 
+HALVED, DEEP = (192, 256), 2.5
+"""Rows, and features by outputs, for which the halves of a product, side by side, take less time than the whole."""
+
 KEYS = 32
 """Keys per iteration of the attention kernel. Small programs of one warp, many to a multiprocessor, hide memory latency best."""
 
@@ -40,6 +43,9 @@ class Ops(Protocol):
 
     def gate(self, x_BX: Tensor, room: int = 0, *, gelu: bool = False) -> Tensor:
         """Return silu(first half) × second half, or with gelu in its approximation by tanh."""
+
+    def before_norm(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return x Wᵀ for `add_norm`, [B, O]; or its halves over the features in fp32, [2, B, O], where that is faster."""
 
     def attend(
         self,
@@ -114,6 +120,14 @@ class TritonOps:
             x_BX, out_BX, out_BX.stride(0), size, block, gelu, **self._overlap()
         )
         return out_BX
+
+    def before_norm(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
+        (rows, inputs), outputs = x_BX.shape, len(weight_OX)
+        whole = bias_O is not None or x_BX.dtype.itemsize != 2 or inputs % 16 or inputs < DEEP * outputs
+        if whole or not HALVED[0] <= rows <= HALVED[1]:
+            return nn.functional.linear(x_BX, weight_OX, bias_O)
+        x_2BY = x_BX.view(rows, 2, inputs // 2).transpose(0, 1)
+        return torch.bmm(x_2BY, weight_OX.view(outputs, 2, inputs // 2).permute(1, 2, 0), out_dtype=torch.float32)
 
     def attend(
         self,

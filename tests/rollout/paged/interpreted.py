@@ -86,6 +86,11 @@ def layers() -> None:
                 same(mine[0], theirs[0])
                 same(mine[1], theirs[1])
                 assert mine[1].stride() == theirs[1].stride() == (48 + room, 1)
+            halves = torch.randn(2, COUNT, 48)
+            for before in (None, inner):
+                whole = PLAIN.add_norm(halves.sum(0).to(dtype), residual, offset, 12, before)
+                for one, other in zip(whole, KERNELS.add_norm(halves, residual, offset, 12, before), strict=True):
+                    same(one, other)
             for room, gelu in ((0, False), (12, False), (0, True)):
                 same(PLAIN.gate(x, room, gelu=gelu), KERNELS.gate(x, room, gelu=gelu))
                 assert KERNELS.gate(x, room).stride() == (24 + room, 1)
