@@ -81,7 +81,7 @@ def lockstep(args: argparse.Namespace) -> dict[str, Any]:
             "generate": row["time/rollout"],
             "old log-probs": 0.0,
             "train": row["time/update"],
-            "sync": row["time/sync"],
+            "sync": row["sync/seconds"],  # of which workers may spend a part while the driver does something else
             "grade": row["time/grade"],
             "step": row["time/step"],
             "generated": row["batch/tokens_generated"],

@@ -142,7 +142,7 @@ class OwnGrading(Section):
     memory_gib: float | None = Field(default=4.0, gt=0)
     """Memory that a call may take beyond what the file took when it was loaded; none sets no limit (needed for CUDA)."""
     workers: int = Field(default=2, ge=1, le=64)
-    """Processes that call it."""
+    """Processes that call it. Several workers share them (docs/several_gpus.md)."""
 
 
 class PythonVerifier(OwnGrading):

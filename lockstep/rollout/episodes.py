@@ -38,7 +38,6 @@ from lockstep.types import (
     Turn,
     all_trained,
 )
-from lockstep.workers.wire import dumps
 
 WAIT_SECONDS = 1.0
 """Longest wait for an environment or a grade, while the engine has nothing to do."""
@@ -108,8 +107,6 @@ class _Table:
         self._continuation: Continuation | None = None
         self._rendered: dict[str, TokenIds] = {}
         """Token ids by prompt id: the samples of a group share them."""
-        self._apart: dict[str, str] = {}
-        """What a grader beside the engine needs, by prompt id; empty for a prompt whose replies are graded here."""
         self._open: dict[str, Episode] = {}
         self._thinking: set[str] = set()
         """Keys of episodes whose environment is working."""
@@ -165,17 +162,9 @@ class _Table:
         ids = self._rendered.get(prompt.id)
         if ids is None:
             ids = self._rendered[prompt.id] = self._chat.render_prompt(prompt)
-        episode = Episode(
-            key,
-            prompt,
-            sample,
-            self._version,
-            self._sampling.max_tokens,
-            ids,
-            self._chat.shared_prefix(ids),
-            self._task.limits(prompt),
-            self._task.runner(prompt),
-        )
+        limits, runner = self._task.limits(prompt), self._task.runner(prompt)
+        prefix, budget = self._chat.shared_prefix(ids), self._sampling.max_tokens
+        episode = Episode(key, prompt, sample, self._version, budget, ids, prefix, limits, runner)
         self._open[key] = episode
         if episode.runner is not None:
             self._thinking.add(key)
@@ -200,14 +189,8 @@ class _Table:
             episode.prefix,
             len(episode.prompt_ids) + episode.budget if episode.runner is not None else 0,
             episode.runner is not None,
-            self._question(episode.prompt) if self._grader.beside and episode.runner is None else "",
+            self._grader.question(episode.prompt) if episode.runner is None else "",
         )
-
-    def _question(self, prompt: Prompt) -> str:
-        if prompt.id not in self._apart:
-            asked = self._task.apart(prompt)
-            self._apart[prompt.id] = "" if asked is None else dumps(asked).decode()
-        return self._apart[prompt.id]
 
     def _replied(self, completion: Completion) -> None:
         key = self._requested.pop(completion.request.id, None)
@@ -225,9 +208,7 @@ class _Table:
         episode.text, answer = completion.read or self._chat.read(completion.ids)
         self._grader.held += time.perf_counter() - began
         if completion.graded is not None:
-            grade, seconds = completion.graded
-            self._grader.count(seconds)
-            self._graded(episode, grade)
+            self._graded(episode, self._grader.noted(*completion.graded))
             return
         if episode.runner is None:
             self._grade(episode, ReplyText(answer, episode.text, completion.ids), self._samples)

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,6 +24,7 @@ from lockstep.tasks.base import BuiltTask
 from lockstep.types import Grade, Metrics, Prompt, ReplyText
 from lockstep.user_code import describe
 from lockstep.verifiers.base import CANCEL, Asked, GradeMany, unscored
+from lockstep.workers.wire import dumps
 
 MOST = 16
 """Most calls that a thread takes at a time."""
@@ -49,7 +51,7 @@ class AsyncGrader:
 
     def __init__(self, task: BuiltTask, *, beside: bool = False) -> None:
         """Take the task. `beside`: the engine has graders of its own, see `BesideEngine`."""
-        self._task, self._workers, self.beside = task, task.workers, beside
+        self._task, self._workers, self._beside = task, task.workers, beside
         self._cancel = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
         if self._workers:
@@ -64,6 +66,8 @@ class AsyncGrader:
         self._calls: list[_Call] = []
         self._grades: dict[str, tuple[_Call, int]] = {}
         """The call that grades a reply, and the reply's place in it."""
+        self._questions: dict[str, str] = {}
+        """Results of `question` by prompt id: the samples of a group share them."""
         self._elsewhere: list[float] = []
         """Seconds of grading beside the engine, by reply."""
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -85,6 +89,15 @@ class AsyncGrader:
             self._waiting.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def question(self, prompt: Prompt) -> str:
+        """Return what a grader beside the engine is told of a prompt; nothing if its replies have to be graded here."""
+        if self._beside and prompt.id not in self._questions:
+            asked, self._questions[prompt.id] = self._task.apart(prompt), ""
+            if asked is not None:
+                with suppress(TypeError):  # it has data that cannot be sent
+                    self._questions[prompt.id] = dumps(asked).decode()
+        return self._questions.get(prompt.id, "")
 
     def submit(self, key: str, prompt: Prompt, reply: str) -> None:
         """Grade a reply, immediately or in the background. Raises EngineError for a key that was submitted before."""
@@ -228,9 +241,10 @@ class AsyncGrader:
         """Return how long the call took that graded a reply."""
         return self._grades[key][0].seconds
 
-    def count(self, seconds: float) -> None:
-        """Count a reply that was graded elsewhere."""
+    def noted(self, grade: Grade, seconds: float) -> Grade:
+        """Count a reply that was graded beside the engine; returns its grade."""
         self._elsewhere.append(seconds)
+        return grade
 
     @property
     def metrics(self) -> Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.rollout.beside import BesideEngine, SampledReply
+from lockstep.rollout.grading import AsyncGrader
 from lockstep.tasks.build import build_grader, build_task
 from lockstep.tasks.mixed import Mixed
 from lockstep.types import Completion, FinishReason, Grade, Prompt, Request, Sampling, TokenIds
-from lockstep.workers.wire import dumps
+from lockstep.workers.wire import dumps, loads
 
 OWN = """
 import os
@@ -163,3 +165,15 @@ def test_a_grader_that_cannot_be_loaded_is_an_error_of_its_own(own: dict[str, ob
     engine = BesideEngine(lambda: build_grader(settings, 7, 1), read_many)
     with pytest.raises(TaskError, match=r"own\.py"):
         engine.take([completion(prompt, "a", task.apart(prompt))], 0.0, 2)
+
+
+def test_a_prompt_that_cannot_be_sent_is_graded_by_the_driver(own: dict[str, object]) -> None:
+    task = build_task(settings_of(own), seed=7)
+    (prompt,) = task.batch(0, 1)
+    strange = replace(prompt, id="strange", data={"made": object()})
+    assert AsyncGrader(task).question(prompt) == ""
+    grader = AsyncGrader(task, beside=True)
+    assert loads(grader.question(prompt).encode()) == prompt
+    assert grader.question(strange) == ""
+    assert grader.noted(Grade(1.0), 2.5) == Grade(1.0)
+    assert grader.metrics == {"time/grade_work": 2.5, "time/grade_slowest": 2.5}
