@@ -87,7 +87,7 @@ def place_parts(
         started.phase_seconds,
         lambda: GpuPeak(*map(max, zip(*workers.call("gpu_peak"), strict=True))) if started.gpu else None,
         meanwhile,
-        beside=True,
+        beside=placement.samplers or placement.trainers,
     )
 
 

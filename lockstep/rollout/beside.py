@@ -24,8 +24,8 @@ class SampledReply:
     version: int
     read: tuple[str, str]
     routes: bytes
-    graded: tuple[Grade, float] | None = None
-    """Its grade, and the seconds that grading took."""
+    graded: tuple[Grade, float, float] | None = None
+    """Its grade, the seconds that grading took, and those in which the engine waited for it with nothing else to do."""
 
 
 ReadMany = Callable[[Sequence[TokenIds]], list[tuple[str, str]]]
@@ -69,7 +69,8 @@ class BesideEngine:
         while self._grader is not None:
             keys = self._grader.done(0.0 if found else max(0.0, until - time.monotonic()))
             for key in keys:
-                graded = self._grader.grade(key), self._grader.seconds(key)
+                graded = self._grader.grade(key), self._grader.seconds(key), self._grader.held
+                self._grader.held = 0.0  # the first of those that were waited for has told it
                 ready.append(_reply(*self._waiting.pop(key), graded))
             if not self._waiting:
                 self.drop()
@@ -98,5 +99,5 @@ class BesideEngine:
         self._ungraded.clear()
 
 
-def _reply(one: Completion, read: tuple[str, str], graded: tuple[Grade, float] | None = None) -> SampledReply:
+def _reply(one: Completion, read: tuple[str, str], graded: tuple[Grade, float, float] | None = None) -> SampledReply:
     return SampledReply(one.request.id, one.ids, one.logprobs, one.finish, one.version, read, one.routes, graded)

@@ -49,8 +49,8 @@ class _Call:
 class AsyncGrader:
     """Grades the replies of one round of sampling or one evaluation, by key. Leaving its context drops ungraded replies."""
 
-    def __init__(self, task: BuiltTask, *, beside: bool = False) -> None:
-        """Take the task. `beside`: the engine has graders of its own, see `BesideEngine`."""
+    def __init__(self, task: BuiltTask, *, beside: int = 0) -> None:
+        """Take the task. `beside`: number of engines that have graders of their own, see `BesideEngine`."""
         self._task, self._workers, self._beside = task, task.workers, beside
         self._cancel = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
@@ -215,8 +215,10 @@ class AsyncGrader:
         start = time.perf_counter()
         try:
             if self.open and seconds > 0:
-                found.append(self._done.get(timeout=seconds))
-                self.held += time.perf_counter() - start
+                try:
+                    found.append(self._done.get(timeout=seconds))
+                finally:
+                    self.held += time.perf_counter() - start
             while len(found) < self.open:
                 found.append(self._done.get_nowait())
         except queue.Empty:
@@ -241,9 +243,10 @@ class AsyncGrader:
         """Return how long the call took that graded a reply."""
         return self._grades[key][0].seconds
 
-    def noted(self, grade: Grade, seconds: float) -> Grade:
-        """Count a reply that was graded beside the engine; returns its grade."""
+    def noted(self, grade: Grade, seconds: float, held: float) -> Grade:
+        """Count a reply that was graded beside the engine, and what was waited for it; returns its grade."""
         self._elsewhere.append(seconds)
+        self.held += held / self._beside
         return grade
 
     @property

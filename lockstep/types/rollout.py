@@ -154,8 +154,8 @@ class Completion:
     """Its text and its answer (ChatFormat.read), if they were decoded where it was sampled."""
     routes: bytes = b""
     """Experts of every token that was fed, prompt included (models.routing.Row); empty if none are recorded."""
-    graded: tuple[Grade, float] | None = None
-    """Its grade and the seconds that grading took, if it was graded where it was sampled."""
+    graded: tuple[Grade, float, float] | None = None
+    """Its grade, the seconds that grading took, and those in which its engine waited for it, if it was graded beside it."""
 
 
 @dataclass(frozen=True, slots=True)

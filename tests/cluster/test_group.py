@@ -150,3 +150,28 @@ def test_a_worker_that_is_ahead_keeps_its_next_result_for_the_next_call() -> Non
     workers = Workers(processes, range(2))
     assert workers.collect(range(2), "train") == ["first of 0", "first of 1"]
     assert workers.collect(range(2), "learner.finish_update") == ["second of 0", "second of 1"]
+
+
+def test_a_call_that_was_made_ahead_is_not_made_again() -> None:
+    under_way: list[list[str]] = [[], []]
+    started: list[str] = []
+
+    def start(ranks: range, method: str, *arguments: object) -> None:
+        started.append(method)
+        for rank in ranks:
+            under_way[rank].append(f"{method} {len(started)} of {rank}")
+
+    def results(seconds: float, ranks: list[int]) -> dict[int, str]:
+        return {rank: under_way[rank].pop(0) for rank in ranks}
+
+    processes: Any = SimpleNamespace(start=start, results=results, timeout=1.0, folder=Path())
+    workers = Workers(processes, range(2))
+    workers.call_ahead("push")
+    assert workers.call("push") == ["push 1 of 0", "push 1 of 1"]
+    assert workers.call("push") == ["push 2 of 0", "push 2 of 1"]
+    workers.call_ahead("push")
+    assert workers.call_one(1, "held") == "held 4 of 1"
+    assert workers.call("verify") == ["verify 5 of 0", "verify 5 of 1"]
+    assert workers.call("push") == ["push 3 of 0", "push 3 of 1"]
+    assert started == ["push", "push", "push", "held", "verify"]
+    assert under_way == [[], []]

@@ -142,6 +142,7 @@ def test_processes_are_the_engines_own_and_a_reply_that_hangs_holds_up_no_other(
     assert last.graded is not None
     assert "time limit" in str(last.graded[0].error)
     assert last.graded[1] > 0.5
+    assert last.graded[2] > 0.3
     assert len(built) == 1
     assert built[0].workers == 2
 
@@ -172,8 +173,9 @@ def test_a_prompt_that_cannot_be_sent_is_graded_by_the_driver(own: dict[str, obj
     (prompt,) = task.batch(0, 1)
     strange = replace(prompt, id="strange", data={"made": object()})
     assert AsyncGrader(task).question(prompt) == ""
-    grader = AsyncGrader(task, beside=True)
+    grader = AsyncGrader(task, beside=2)
     assert loads(grader.question(prompt).encode()) == prompt
     assert grader.question(strange) == ""
-    assert grader.noted(Grade(1.0), 2.5) == Grade(1.0)
+    assert grader.noted(Grade(1.0), 2.5, 0.5) == Grade(1.0)
     assert grader.metrics == {"time/grade_work": 2.5, "time/grade_slowest": 2.5}
+    assert grader.held == 0.25
