@@ -33,7 +33,7 @@ class Evaluator(Sampler):
         """Build model and engine. `weights`: a checkpoint will replace every weight."""
         self._prepare(recipe)
         self._own = own = build_eval_model(self._recipe, replaced=weights)
-        self._chat, self._model, self.engine = own.policy.chat, own.policy.model, own.engine
+        self._serve_from(own.policy, own.engine)
         learner = LearnerFacts(str(self._device), (), own.base, 0, 0, False)
         return Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None)
 

@@ -13,6 +13,8 @@ from lockstep.cluster.process_workers import LOST, Failure, Workers
 from lockstep.cluster.sampler import TOGETHER, RankProof, Sampler
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
+from lockstep.rollout.beside import BesideEngine
+from lockstep.tasks.base import NoQuestions
 from lockstep.types import Completion, FinishReason, Forward, Request, Sampling
 
 PROOF: RankProof = RankProof(*[cast(Any, None)] * 4)
@@ -114,7 +116,8 @@ class Finished:
 
 def test_replies_that_finish_together_come_in_several_messages(tmp_path: Path) -> None:
     sampler: Any = Sampler(Place(0, 1, str(tmp_path), "", 1))
-    sampler.engine = sampler._chat = Finished()
+    sampler.engine = engine = Finished()
+    sampler._beside = BesideEngine(NoQuestions, engine.read_many)
     requests = [Request(f"p#{n}", (1,), "p", n, Sampling(1), 0) for n in range(TOGETHER + 3)]
     messages = [sampler.sample(asked, 60.0) for asked in (requests, [], [])]
     assert [len(replies) for replies in messages] == [TOGETHER, 3, 0]
