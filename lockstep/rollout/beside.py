@@ -28,6 +28,8 @@ class SampledReply:
     """Its grade, the seconds that grading took, and those in which the engine waited for it with nothing else to do."""
 
 
+POSTPONED_SECONDS = 0.05
+"""Longest time that replies wait to be graded while more arrive at once."""
 ReadMany = Callable[[Sequence[TokenIds]], list[tuple[str, str]]]
 """ChatFormat.read_many."""
 
@@ -45,6 +47,8 @@ class BesideEngine:
         """Completions without their grade, with their text and answer, by id."""
         self._ungraded: list[tuple[Completion, str]] = []
         """Those of them that no grader has, and their answers."""
+        self._since = 0.0
+        """When the first of these came."""
 
     @property
     def waiting(self) -> int:
@@ -57,14 +61,16 @@ class BesideEngine:
         Without new ones it waits for grades until there are `most`, or until this time of the monotonic clock. Raises
         LockstepError if the grader cannot work at all.
         """
-        ready = list[SampledReply]()
+        ready, now = list[SampledReply](), time.monotonic()
+        self._since = self._since if self._ungraded else now
         for one, read in zip(found, self._read([one.ids for one in found]), strict=True):
             if one.request.graded:
                 self._waiting[one.request.id] = one, read
                 self._ungraded.append((one, read[1]))
             else:
                 ready.append(_reply(one, read))
-        if len(found) < most:  # with more to come at once, the grader's threads would only hold them up
+        # With more to come at once, the grader's threads would only hold them up.
+        if len(found) < most or now > self._since + POSTPONED_SECONDS:
             self._grade_all()
         while self._grader is not None:
             keys = self._grader.done(0.0 if found else max(0.0, until - time.monotonic()))

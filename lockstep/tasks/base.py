@@ -202,10 +202,9 @@ class VerifiedTask(BuiltTask):
         return None if together is None else (together, prompt)
 
     def apart(self, prompt: Prompt) -> Prompt | None:
-        alone = reads_of(self.verifier) == "answer" and not asks_judge(
-            self.verifier
-        )  # a judge's verdicts have one place
-        return prompt if alone else None
+        if reads_of(self.verifier) != "answer" or asks_judge(self.verifier):  # a judge's verdicts are kept in one place
+            return None
+        return prompt
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self.verifier.grade(prompt, reply)

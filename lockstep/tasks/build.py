@@ -79,9 +79,6 @@ def build_grader(settings: schema.Task, seed: int, places: int) -> BuiltTask:
 
 def _shared(settings: Limits, places: int) -> Limits:
     """Return the settings of a grader with its part of the worker processes."""
-    workers = getattr(settings, "workers", None)
-    return (
-        settings
-        if workers is None
-        else settings.model_copy(update={"workers": min(workers, max(2, -(-workers // places)))})
-    )
+    if (workers := getattr(settings, "workers", None)) is None:
+        return settings
+    return settings.model_copy(update={"workers": min(workers, max(2, -(-workers // places)))})

@@ -101,9 +101,10 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
     of the protocol.
     """
     made = load_class(settings.path)
-    task = as_task(make_object(made, _arguments(made, settings, seed), settings.path), settings.path)
+    arguments = _arguments(made, settings, seed)
+    task = as_task(make_object(made, arguments, settings.path), settings.path)
     file = Path(settings.path.rpartition(":")[0]).expanduser()
-    return UserTask(task, file, user_grader(settings, seed))
+    return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))
 
 
 def user_grader(settings: schema.PythonTask, seed: int) -> UserFunction:

@@ -179,3 +179,18 @@ def test_a_prompt_that_cannot_be_sent_is_graded_by_the_driver(own: dict[str, obj
     assert grader.noted(Grade(1.0), 2.5, 0.5) == Grade(1.0)
     assert grader.metrics == {"time/grade_work": 2.5, "time/grade_slowest": 2.5}
     assert grader.held == 0.25
+
+
+def test_replies_that_never_stop_coming_are_graded_all_the_same(own: dict[str, object]) -> None:
+    settings = settings_of(own)
+    task = build_task(settings, seed=7)
+    engine = BesideEngine(lambda: build_grader(settings, 7, 1), read_many)
+    (prompt,) = task.batch(0, 1)
+    graded, end, number = 0, time.monotonic() + 20, 0
+    while not graded and time.monotonic() < end:
+        number += 1
+        graded += len(engine.take([completion(prompt, str(number), task.apart(prompt))], 0.0, 1))
+        time.sleep(0.001)
+    assert graded
+    assert number > 10
+    engine.drop()
