@@ -87,7 +87,7 @@ def place_parts(
         started.phase_seconds,
         lambda: GpuPeak(*map(max, zip(*workers.call("gpu_peak"), strict=True))) if started.gpu else None,
         meanwhile,
-        beside=0 if recipe.rollout.deal == "queue" else placement.samplers or placement.trainers,  # else grading takes up room
+        beside=0 if recipe.rollout.deal == "queue" else placement.samplers or placement.trainers,
     )
 
 
