@@ -11,17 +11,20 @@ Legend: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.device import shared_memory
 from lockstep.models.overlap import await_input, overlap
 
 PART = 1024
 """Inputs of one part of a narrow product."""
+FEW, MANY = 64, 3072
+"""Rows up to which a program has all of them, and outputs that are enough for every multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,22 @@ def tile_of(rows: int, outputs: int) -> Tile:
         return Tile(128, 128, 64, 8, 4) if outputs >= 128 else Tile(128, 32, 64, 4, 4)
     if outputs >= 8192:
         return Tile(32, 64, 256, 4, 3) if rows <= 32 else Tile(64, 128, 64, 4, 4)
-    if rows <= 16:
-        return Tile(16, 16, 512, 4, 3)
-    if rows <= 32:
-        return Tile(16, 16, 512, 2, 3)
-    if rows <= 64:
-        return Tile(64, 16, 128, 4, 7)
+    if rows <= FEW:
+        least = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        if outputs > 4096:
+            return Tile(least, 64, 128, 4, 5)
+        if rows <= 32:
+            return Tile(least, 16, 256, 2, 5)
+        return Tile(64, 32, 128, 4, 6) if outputs >= MANY else Tile(64, 16, 128, 4, 7)
     if rows <= 128:
         return Tile(64, 32, 256, 4, 4)
     return Tile(16, 32, 512, 4, 3) if outputs <= 64 else Tile(64, 64, 128, 4, 6)
+
+
+def _fitted(tile: Tile, like: Tensor) -> Tile:
+    """Return the tile with no more stages than the GPU's shared memory has room for."""
+    stage = (tile.rows + tile.columns) * tile.depth * like.element_size()
+    return replace(tile, stages=max(1, min(tile.stages, shared_memory(like.device) // stage)))
 
 
 def narrow_tile(rows: int) -> Tile:
@@ -103,7 +113,7 @@ def _product_kernel(
 
 def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, alpha: float, out_MN: Tensor, tile: Tile) -> Tensor:
     """Write alpha · x @ weight.T + bias to `out_MN`."""
-    (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    (rows, inputs), outputs, tile = x_MK.shape, weight_NK.shape[0], _fitted(tile, x_MK)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)
     _product_kernel[grid](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out_MN, rows, outputs, inputs,
@@ -129,7 +139,7 @@ def _sum_kernel(parts_ptr, out_ptr, count, alpha, parts, out_stride, N: tl.const
 
 def side_sums(x_MK: Tensor, weight_NK: Tensor, part: int, tile: Tile) -> Tensor:
     """Return x @ weight.T over `part` inputs each, side by side: fp32 [parts, M, N]. For any number of rows."""
-    (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    (rows, inputs), outputs, tile = x_MK.shape, weight_NK.shape[0], _fitted(tile, x_MK)
     parts = triton.cdiv(inputs, part)
     sums = x_MK.new_empty(parts, rows, outputs, dtype=torch.float32)
     even = inputs % tile.depth == 0 and part % tile.depth == 0

@@ -176,6 +176,19 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "PART": 1024,
         },
     ),
+    "halves of a product": (
+        ordered_product_kernel._product_kernel,
+        {
+            "BIAS": False,
+            "EVEN": False,
+            "ROWS": 32,
+            "COLUMNS": 16,
+            "DEPTH": 256,
+            "GROUP": 8,
+            "PARTS": True,
+            "PART": 768,
+        },
+    ),
     "attention's gradients of queries": (
         ordered_gradients._queries_kernel,
         {"H": 12, "K": 2, "D": 128, "QUERIES": 128, "KEYS": 64, "FIELDS": 8},

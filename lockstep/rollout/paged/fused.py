@@ -78,7 +78,7 @@ class _Matrix:
         adapter = self.adapter
         return 0 if adapter is None or adapter.wide_OY is None or self.quantiser is not None else adapter.ranks
 
-    def __call__(self, x_BX: Tensor, product: Callable[..., Tensor] = nn.functional.linear) -> Tensor:
+    def __call__(self, x_BX: Tensor, product: Callable[..., Tensor]) -> Tensor:
         """Return the product. `product` makes the largest part of it, unless more is added to that."""
         adapter = self.adapter
         if adapter is not None and adapter.wide_OY is not None and self.room:
@@ -126,7 +126,7 @@ class _Gated:
         return self.gate_up.room
 
     def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor:
-        return self.down(ops.gate(self.gate_up(x_BX), self.down.room, gelu=self.gelu), ops.before_norm)
+        return self.down(ops.gate(self.gate_up(x_BX, ops.product), self.down.room, gelu=self.gelu), ops.before_norm)
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Gated:
         parts = {name: getattr(self, name).quantised(numerics, quantiser) for name in ("gate_up", "down")}
@@ -185,10 +185,10 @@ class FusedDecoder:
         for layer, block in enumerate(self.blocks):
             form = block.form
             residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, form.norm, block.qkv.room, after)
-            heads_BX = block.qkv(normed_BX).view(count, -1, cache.size)
+            heads_BX = block.qkv(normed_BX, ops.product).view(count, -1, cache.size)
             heads = heads_BX.transpose(0, 1).split([self.heads, cache.heads, cache.heads])
             attended_BX = ops.attend(heads, rows, cache, layer, block.kind, splits, block.out.room, block.turn)
-            x_BX = block.out(attended_BX)
+            x_BX = block.out(attended_BX, ops.before_norm)
             residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, form.mlp_norm, block.mlp.room, form.after)
             x_BX, after = block.mlp(normed_BX, ops), form.mlp_after
         return ops.add_norm(x_BX, residual_BX, self.norm, 0, after)[1]

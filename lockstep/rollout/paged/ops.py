@@ -17,6 +17,10 @@ MATRIX_ROWS, MATRIX_COLUMNS = 16, 8
 
 HALVED, DEEP = (192, 256), 2.5
 """Rows, and features by outputs, for which the halves of a product, side by side, take less time than the whole."""
+OURS, BLOCK = 8192, 128
+"""Most outputs of a product that our kernel computes for few rows, and what its inputs must be a multiple of: else cuBLAS is as
+fast.
+"""
 
 KEYS = 32
 """Keys per iteration of the attention kernel. Small programs of one warp, many to a multiprocessor, hide memory latency best."""
@@ -44,8 +48,11 @@ class Ops(Protocol):
     def gate(self, x_BX: Tensor, room: int = 0, *, gelu: bool = False) -> Tensor:
         """Return silu(first half) × second half, or with gelu in its approximation by tanh."""
 
+    def product(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return x Wᵀ + bias, [B, O]."""
+
     def before_norm(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x Wᵀ for `add_norm`, [B, O]; or its halves over the features in fp32, [2, B, O], where that is faster."""
+        """Return x Wᵀ + bias for `add_norm`, [B, O]; or its halves over the features in fp32, [2, B, O], where that is faster."""
 
     def attend(
         self,
@@ -75,7 +82,7 @@ class TritonOps:
     """Implements Ops on a GPU."""
 
     def __init__(self) -> None:
-        from lockstep.models import experts, head_kernels, norm_kernels, ordered_attention
+        from lockstep.models import experts, head_kernels, norm_kernels, ordered_attention, ordered_product_kernel
         from lockstep.models.overlap import overlap
         from lockstep.rollout.paged import attention_kernels, kernels
 
@@ -84,6 +91,7 @@ class TritonOps:
         self._norms: Any = norm_kernels
         self._heads: Any = head_kernels
         self._ordered: Any = ordered_attention
+        self._products: Any = ordered_product_kernel
         self._attention: Any = attention_kernels
         self._overlap = overlap
 
@@ -121,13 +129,34 @@ class TritonOps:
         )
         return out_BX
 
-    def before_norm(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
-        (rows, inputs), outputs = x_BX.shape, len(weight_OX)
-        whole = bias_O is not None or x_BX.dtype.itemsize != 2 or inputs % 16 or inputs < DEEP * outputs
-        if whole or not HALVED[0] <= rows <= HALVED[1]:
+    def product(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
+        rows, outputs = len(x_BX), len(weight_OX)
+        if not self._ours(x_BX, outputs):
             return nn.functional.linear(x_BX, weight_OX, bias_O)
-        x_2BY = x_BX.view(rows, 2, inputs // 2).transpose(0, 1)
-        return torch.bmm(x_2BY, weight_OX.view(outputs, 2, inputs // 2).permute(1, 2, 0), out_dtype=torch.float32)
+        out_BO, tile = x_BX.new_empty(rows, outputs), self._products.tile_of(rows, outputs)
+        self._products.product(x_BX, weight_OX, bias_O, 1.0, out_BO, tile)
+        return out_BO
+
+    def before_norm(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
+        (rows, inputs), outputs, products = x_BX.shape, len(weight_OX), self._products
+        deep, halves = inputs >= DEEP * outputs, bias_O is None and x_BX.dtype.itemsize == 2
+        tile = products.tile_of(rows, outputs)
+        narrow = outputs < products.MANY and tile.depth < inputs
+        if halves and narrow and rows <= products.FEW // 2 and self._ours(x_BX, outputs):
+            half = -(-inputs // 2 // tile.depth) * tile.depth
+            sums_2BO: Tensor = products.side_sums(x_BX, weight_OX, half, tile)
+            return sums_2BO
+        if halves and deep and inputs % 16 == 0 and HALVED[0] <= rows <= HALVED[1]:
+            x_2BY = x_BX.view(rows, 2, inputs // 2).transpose(0, 1)
+            return torch.bmm(x_2BY, weight_OX.view(outputs, 2, inputs // 2).permute(1, 2, 0), out_dtype=torch.float32)
+        if deep and narrow:  # cuBLAS splits the inputs, too
+            return nn.functional.linear(x_BX, weight_OX, bias_O)
+        return self.product(x_BX, weight_OX, bias_O)
+
+    def _ours(self, x_BX: Tensor, outputs: int) -> bool:
+        """Return whether our kernel is faster than cuBLAS."""
+        rows, inputs = x_BX.shape
+        return rows <= self._products.FEW and outputs <= OURS and inputs % BLOCK == 0 and x_BX.dtype.itemsize == 2
 
     def attend(
         self,

@@ -104,8 +104,10 @@ class PlainOps:
         activated_BX = F.gelu(gate_BX, approximate="tanh") if gelu else F.silu(gate_BX)
         return _with_room(activated_BX * up_BX, room)
 
-    def before_norm(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
+    def product(self, x_BX: Tensor, weight_OX: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_BX, weight_OX, bias_O)
+
+    before_norm = product
 
     def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
         """Write one key and value for each row at its position."""

@@ -96,6 +96,25 @@ def layers() -> None:
                 assert KERNELS.gate(x, room).stride() == (24 + room, 1)
 
 
+@alone
+def products() -> None:
+    """Products of few rows, some with columns behind each row, as an adapter leaves them; two halves are added by the norm."""
+    for dtype, tolerance in TOLERANCES.items():
+        for inputs, outputs, beside in ((384, 40, 8), (128, 24, 0), (300, 24, 0)):
+            x = torch.randn(COUNT, inputs + beside, dtype=dtype)[:, :inputs]
+            weight = torch.randn(outputs, inputs + beside, dtype=dtype)[:, :inputs] * inputs**-0.5
+            residual, bias = torch.randn(COUNT, outputs, dtype=dtype), torch.randn(outputs, dtype=dtype)
+            for given in (bias, None):
+                found = KERNELS.product(x, weight, given)
+                torch.testing.assert_close(found, PLAIN.product(x, weight, given), atol=tolerance, rtol=tolerance)
+            halves = KERNELS.before_norm(x, weight, None)
+            assert halves.dim() == (3 if dtype == torch.float16 and inputs == 384 else 2)
+            norm = RowNorm(torch.randn(outputs, dtype=dtype), 1e-6)
+            whole = PLAIN.add_norm(PLAIN.before_norm(x, weight, None), residual, norm)
+            for one, other in zip(KERNELS.add_norm(halves, residual, norm), whole, strict=True):
+                torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
 def new(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values of a token of each row, from one product as the fused layers have them."""
     qkv = torch.randn(COUNT, (heads + 2 * kv_heads) * size, dtype=dtype)

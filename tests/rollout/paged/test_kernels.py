@@ -14,6 +14,6 @@ from tests.rollout.paged import interpreted as checks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [checks.layers, checks.attention, checks.sampling])
+@pytest.mark.parametrize("part", [checks.layers, checks.products, checks.attention, checks.sampling])
 def test_the_kernels_compute_what_plain_torch_does(part: Callable[[], None]):
     interpreted(part, seconds=600)
