@@ -132,5 +132,5 @@ class Parts:
     """Returns the largest use of a GPU so far, of all workers that train; None on a CPU."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
     """Work of this process for the time of an update."""
-    beside: int = 0
-    """Number of processes that grade the replies that they sample for training; see rollout.beside."""
+    beside: bool = False
+    """True if workers grade the replies that they sample for training; see rollout.beside."""

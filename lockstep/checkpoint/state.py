@@ -123,6 +123,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CorruptCheckpointError(f"{path.name}: cannot be read ({error})", where=str(path.parent)) from error
 
 
+def take_tensors(path: Path) -> dict[str, Tensor]:
+    """Read tensors as `read_tensors`, and delete the file: a tensor in memory keeps what it needs of it."""
+    tensors = read_tensors(path)
+    path.unlink()
+    return tensors
+
+
 def files_beside(source: Path) -> list[Path]:
     """Return configuration, tokenizer and templates of a model folder, which a checkpoint of full weights copies: no weights, no
     code, no subfolders.

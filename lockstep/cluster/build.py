@@ -38,11 +38,6 @@ OBJECTS = 50_000
 """New objects after which the driver looks for garbage: 512 replies make some ten thousand, and the workers wait meanwhile."""
 
 
-def restarts(recipe: Recipe) -> int:
-    """Return how often a run may go on by itself after it lost a worker."""
-    return recipe.placement.restarts if isinstance(recipe.placement, Colocated | Split) else 0
-
-
 def place_parts(
     recipe: Recipe,
     task: BuiltTask,
@@ -87,7 +82,7 @@ def place_parts(
         started.phase_seconds,
         lambda: GpuPeak(*map(max, zip(*workers.call("gpu_peak"), strict=True))) if started.gpu else None,
         meanwhile,
-        beside=0 if recipe.rollout.deal == "queue" else placement.samplers or placement.trainers,
+        beside=recipe.rollout.deal != "queue",
     )
 
 

@@ -15,6 +15,8 @@ BUCKET_BYTES = 2**27
 """Bytes of a message: one tensor more than fits below this."""
 WAIT = timedelta(minutes=10)
 """Longest wait for the others of a channel; the driver's deadlines come first, and a lost peer is known at once on a CPU."""
+MEET = timedelta(minutes=1)
+"""The same on a CPU, where peers wait for each other to connect: less than the driver's shortest deadline."""
 
 
 class Channel:
@@ -27,7 +29,7 @@ class Channel:
         self._rank = rank
         c10d: Any = dist  # its stubs lack some names
         group = c10d.ProcessGroupNCCL if device.type == "cuda" else c10d.ProcessGroupGloo
-        self._group = group(c10d.FileStore(meet, size), rank, size, WAIT)
+        self._group = group(c10d.FileStore(meet, size), rank, size, WAIT if device.type == "cuda" else MEET)
 
     @torch.no_grad()
     def send(self, tensors: Sequence[Tensor]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
 from lockstep.build.parts import Meanwhile
-from lockstep.checkpoint.state import read_tensors, write_tensors
+from lockstep.checkpoint.state import take_tensors, write_tensors
 from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
@@ -22,7 +20,7 @@ from lockstep.learner.protocol import LearnerState, Share, scored_by, update_met
 from lockstep.learner.ranks import deal
 from lockstep.learner.value_head import CriticShare, critic_metrics
 from lockstep.rollout.requests import check_idle, check_version
-from lockstep.sync.compare import Mismatch, compare
+from lockstep.sync.compare import RankProof, differing
 from lockstep.sync.control import blind
 from lockstep.sync.fingerprint import Fingerprints
 from lockstep.types import (
@@ -114,7 +112,7 @@ class GroupLearner:
     def save(self) -> LearnerState:
         """Return the content of a checkpoint, which is that of a single learner."""
         file, texts, counters = self._workers.call("save")[0]
-        return LearnerState(file, _tensors(self._workers.folder / WEIGHTS), texts, _parts(self._workers), counters)
+        return LearnerState(file, take_tensors(self._workers.folder / WEIGHTS), texts, _parts(self._workers), counters)
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
         """Continue where `counters` and the optimizer's tensors were saved, by any number of workers."""
@@ -163,6 +161,8 @@ class GroupEngine:
             self._rows = min(slots + slots // SPARE, -(-recipe.samples_per_step // workers.size))
         self.version = -1
         self.forward = Forward()
+        self._prepared = set[int]()
+        """Workers that have a grader: building one may take as long as a user's file takes to load."""
         self._forget()
 
     def _forget(self) -> None:
@@ -176,6 +176,8 @@ class GroupEngine:
         """Calls under way of each worker."""
         self._prompts: dict[str, int] = {}
         """Worker of each prompt."""
+        self._held = [0.0] * self.workers
+        """Seconds in which each worker's engine waited for grades."""
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Compute in this way from now on, on all workers."""
@@ -204,6 +206,7 @@ class GroupEngine:
             if between is not None:
                 between()
         self._prompts.clear()
+        self._held = [0.0] * self.workers
 
     def _deal(self) -> None:
         """Give prompts of the queue to the workers in turn, or if room counts to those that have it, the emptiest first."""
@@ -219,6 +222,10 @@ class GroupEngine:
     def _ask(self, rank: int) -> None:
         requests, self._outbox[rank] = self._outbox[rank], []
         self._open[rank] |= {request.id: request for request in requests}
+        if rank not in self._prepared and any(request.graded for request in requests):
+            self._prepared.add(rank)
+            self._workers.start([rank], "prepare_grader")
+            self._asked[rank] += 1
         self._workers.start([rank], "sample", requests, SLICE_SECONDS)
         self._asked[rank] += 1
 
@@ -228,13 +235,18 @@ class GroupEngine:
         for rank, found in self._workers.results(seconds).items():
             if found is LOST:
                 self._workers.revive(rank)
+                self._prepared.discard(rank)
                 self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
                 self._open[rank].clear()
                 self._asked[rank] = 0
                 continue
             self._asked[rank] -= 1
-            for one in found:
-                known = one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, one.graded
+            for one in found or ():  # none of a grader that was prepared
+                graded, longest = one.graded, max(self._held)
+                if graded is not None:  # the worker that waits longest decides what grading adds
+                    self._held[rank] += graded[2]
+                    graded = graded[0], graded[1], max(self._held) - longest
+                known = one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, graded
                 completions.append(Completion(self._open[rank].pop(one.request_id), *known))
         return completions
 
@@ -334,15 +346,6 @@ class GroupSync:
         return max(proofs, key=lambda proof: proof.probe.mean if proof.probe else 0.0)
 
 
-def differing(truth: Fingerprints, held: Sequence[Fingerprints]) -> list[Mismatch]:
-    """Return the tensors of each rank that are not the true ones."""
-    return [
-        replace(fault, detail=f"{fault.detail} on rank {rank}")
-        for rank, prints in enumerate(held)
-        for fault in compare(truth, prints)
-    ]
-
-
 def _agreed(held: Sequence[Fingerprints]) -> Fingerprints:
     if faults := differing(held[0], held):
         what = f"workers hold different weights: {'; '.join(map(str, faults[:8]))}"
@@ -366,17 +369,10 @@ def _give(workers: Workers, tensors: Mapping[str, Tensor], part: str, counters: 
 def _weights(workers: Workers) -> dict[str, Tensor]:
     """Return what the first worker samples with."""
     workers.call_one(0, "write_weights")
-    return _tensors(workers.folder / WEIGHTS)
+    return take_tensors(workers.folder / WEIGHTS)
 
 
 def _parts(workers: Workers) -> dict[str, Tensor]:
     """Return the tensors of which each worker has written its part."""
     paths = [workers.folder / PART.format(rank=rank) for rank in range(workers.size)]
-    return {name: tensor for path in paths for name, tensor in _tensors(path).items()}
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Read tensors that a worker wrote, and delete the file: a tensor in memory keeps what it needs of it."""
-    tensors = read_tensors(path)
-    path.unlink()
-    return tensors
+    return {name: tensor for path in paths for name, tensor in take_tensors(path).items()}

@@ -28,6 +28,8 @@ from lockstep.errors import LockstepError
 OK, FAILED = "ok", "failed"
 TRAINER, SAMPLER = "lockstep.cluster.worker:Worker", "lockstep.cluster.sampler:Sampler"
 """Classes of workers."""
+UPDATE = ("learner.begin_update", "train", "learner.finish_update")
+"""Methods after whose failure no call is made: the next, already sent, would exchange other tensors than the other ranks do."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,10 +73,12 @@ def main() -> None:
     with suppress(Exception):  # raised again at the first call, whose answer reports it
         resolve_name(TRAINER)
     place, worker = messages.get()
-    host = Host(wire.Place(*place), worker)
+    host, failed = Host(wire.Place(*place), worker), None
     while True:
         method, arguments = messages.get()
-        channel.send_bytes(wire.dumps(host.call(method, arguments)))
+        answer = failed or host.call(method, arguments)
+        failed = answer if answer[0] == FAILED and method in UPDATE else failed
+        channel.send_bytes(wire.dumps(answer))
 
 
 def _listen(channel: Connection, messages: SimpleQueue[Any]) -> None:

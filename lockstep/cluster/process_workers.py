@@ -28,6 +28,8 @@ PATIENCE = 5.0
 """A call may take this many times as long as the longest of its kind so far."""
 SETTLE_SECONDS = 2.0
 """After a first failure, time for the news of what caused it: a broken connection is heard of before the death behind it."""
+GRACE_SECONDS = 5.0
+"""After a deadline, time for an answer to be read: the driver itself may have been stopped meanwhile."""
 STACK_SECONDS = 0.5
 DEATH_SECONDS = 1.0
 """A process whose pipe has closed has this long to end by itself, so that how it ended is known."""
@@ -36,8 +38,8 @@ PHASES = {"sample": "rollout", "push": "sync"} | dict.fromkeys(
     ("learner.response_logprobs", "learner.begin_update", "train", "learner.finish_update"), "update"
 )
 """Methods of a worker whose seconds are logged, and their phase."""
-CHANNEL = "channel"
-"""Start of the names of files by which processes meet to send weights."""
+MEETING, CHANNEL = "rendezvous", "channel"
+"""Starts of the names of files by which processes meet, to train together and to send weights."""
 LOST = object()
 """Stands for the results of a worker that only sampled, and is no more."""
 _UNDER_WAY = object()
@@ -65,6 +67,8 @@ class _Call:
     """Type of its result."""
     began: float
     """When it was its turn."""
+    deadline: float
+    """By what was known when it began: a worker with less to do may answer much sooner."""
     result: Any
     """Value that was returned, or a Failure."""
 
@@ -86,7 +90,8 @@ class ProcessWorkers:
         self._dead: dict[int, Failure] = {}
         self._inbox: Inbox = SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)
-        meet = str(folder / f"rendezvous_{secrets.token_hex(8)}")
+        self._clean()  # a driver that was killed left them
+        meet = str(folder / f"{MEETING}_{secrets.token_hex(8)}")
         threads = max(1, (os.cpu_count() or size) // size)
         self._place = wire.Place(0, self._trainers, str(folder), meet, threads, placement.samplers)
         self._children: dict[int, Child] = {}
@@ -119,8 +124,13 @@ class ProcessWorkers:
         """End all processes, at once."""
         for child in self._children.values():
             child.end()
-        for meeting in (Path(self._place.rendezvous), *self.folder.glob(f"{CHANNEL}_*")):
-            meeting.unlink(missing_ok=True)
+        self._clean()
+
+    def _clean(self) -> None:
+        """Delete the files by which processes meet, and tensors under way."""
+        for pattern in (f"{MEETING}_*", f"{CHANNEL}_*", "*.safetensors"):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
     # --- calls ----------------------------------------------------------------------------------------------------
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
@@ -130,7 +140,8 @@ class ProcessWorkers:
         message = wire.dumps([method, {name: to_plain(kind, value) for (name, kind), value in given}])
         for rank in ranks:
             self._children[rank].send(message)
-            self._calls[rank].append(_Call(method, returned, time.monotonic(), self._dead.get(rank, _UNDER_WAY)))
+            now, result = time.monotonic(), self._dead.get(rank, _UNDER_WAY)
+            self._calls[rank].append(_Call(method, returned, now, now + self._limit(method), result))
 
     def results(self, seconds: float, ranks: Collection[int], *, raises: bool = True) -> dict[int, Any]:
         """Return results of started calls by rank, each worker's oldest, waiting at most so long for the first one.
@@ -138,10 +149,13 @@ class ProcessWorkers:
         LOST stands for those of a worker that must be replaced. Without `raises` a Failure is a result, unless it is silence.
         """
         present = {rank: self._calls[rank][0] for rank in ranks if self._calls[rank]}
-        rank, call = min(present.items(), key=lambda item: self._deadline(item[1]))
-        ready = self._take(max(0.0, min(seconds, self._deadline(call) - time.monotonic())), present)
-        if silent := not ready and self._deadline(call) < time.monotonic():
+        rank, call = min(present.items(), key=lambda item: item[1].deadline)
+        ready = self._take(max(0.0, min(seconds, call.deadline - time.monotonic())), present)
+        late = call.deadline < time.monotonic()
+        if silent := late and not ready and not (ready := self._take(GRACE_SECONDS, present)):
             what = f"rank {rank} has not answered for {time.monotonic() - call.began:.0f} s"
+            if others := [str(other) for other in present if other != rank]:
+                what += f"; neither has rank {', '.join(others)}: one of them may wait for another"
             ready = {rank: Failure(WorkerLost.__name__, what, "", "", time.time())}
         for rank, one in ready.items():
             if isinstance(one, Failure) and one.kind == WorkerLost.__name__ and self._spares(rank):
@@ -159,11 +173,9 @@ class ProcessWorkers:
         self._spare -= 1
         return True
 
-    def _deadline(self, call: _Call) -> float:
-        longest = self._longest.get(call.method)
-        if longest is None:
-            return call.began + self.timeout
-        return call.began + max(min(LEAST_SECONDS, self.timeout), PATIENCE * longest)
+    def _limit(self, method: str) -> float:
+        longest = self._longest.get(method)
+        return self.timeout if longest is None else max(min(LEAST_SECONDS, self.timeout), PATIENCE * longest)
 
     def _take(self, seconds: float, ranks: Collection[int]) -> dict[int, Any]:
         """Return what has arrived, at most one of each rank: values, or a Failure."""
@@ -197,7 +209,7 @@ class ProcessWorkers:
             return
         call, *later = waiting
         if later:
-            later[0].began = now
+            later[0].began, later[0].deadline = now, now + self._limit(later[0].method)
         state, value = message
         call.result = Failure(*value) if state == FAILED else from_plain(call.kind, value)
         if state == OK:
@@ -212,7 +224,7 @@ class ProcessWorkers:
         end = time.monotonic() + SETTLE_SECONDS
         while any(self._calls) and time.monotonic() < end:
             more = self._take(end - time.monotonic(), range(self.size))
-            failed |= {rank: one for rank, one in more.items() if isinstance(one, Failure)}
+            failed = {rank: one for rank, one in more.items() if isinstance(one, Failure)} | failed
         lost = WorkerLost.__name__
         rank, failure = min(failed.items(), key=lambda item: (item[1].kind != lost, not item[1].kind, item[1].when))
         kind = getattr(errors, failure.kind, None) if failure.kind else WorkerError

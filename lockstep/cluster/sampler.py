@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,9 @@ from lockstep.models.weights import clean_name, frozen_names, load_weights, name
 from lockstep.noise.targets import Targets
 from lockstep.rollout.beside import BesideEngine, SampledReply
 from lockstep.sync.control import Falsified
-from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
+from lockstep.sync.fingerprint import Fingerprints, fingerprint
 from lockstep.tasks.build import build_grader
-from lockstep.types import Completion, LearnerFacts, Proof, Request, RolloutEngine
+from lockstep.types import Completion, LearnerFacts, Request, RolloutEngine
 
 TOGETHER = 32
 """Most replies in a message: the driver works on the first ones while the worker prepares the next."""
@@ -47,20 +47,6 @@ class Facts:
     stop_ids: tuple[int, ...]
     """Every id that ends a reply."""
     noise: Targets | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankProof:
-    """A worker's own proof, and what ranks must agree on."""
-
-    proof: Proof
-    """Proof of its engine and learner."""
-    shift: float | None
-    """Distance of the policy between probes: see Prover.shift."""
-    held: Fingerprints
-    """Fingerprints of what its engine samples with."""
-    truth: Mapping[str, TensorPrint]
-    """Fingerprints of the tensors that it owns, made before any other rank got them."""
 
 
 class Sampler:
@@ -142,6 +128,10 @@ class Sampler:
         else:
             self._running = None
         return self._beside.take(found, end if self._running is None else 0.0, TOGETHER)
+
+    def prepare_grader(self) -> None:
+        """Build what grades beside the engine."""
+        self._beside.build()
 
     def drop(self) -> None:
         """Drop all requests."""

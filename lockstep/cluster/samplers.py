@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.cluster.process_workers import CHANNEL, LOST, Failure, ProcessWorkers, Workers
-from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.wire import GIVEN, WEIGHTS
 from lockstep.errors import DEFECT, SyncError
+from lockstep.sync.compare import RankProof
 from lockstep.sync.fingerprint import Fingerprints
 from lockstep.types import Forward, TokenIds
 

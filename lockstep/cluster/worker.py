@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.algorithms.build import build_objective
 from lockstep.build.build import build_trained, build_weight_sync
 from lockstep.checkpoint.state import WeightsFile, write_tensors
-from lockstep.cluster.sampler import Facts, RankProof, Sampler
+from lockstep.cluster.sampler import Facts, Sampler
 from lockstep.cluster.wire import PART, WEIGHTS
 from lockstep.device import keep_objects
 from lockstep.learner.critic import TorchCritic
@@ -19,6 +19,7 @@ from lockstep.learner.learner import TorchLearner
 from lockstep.learner.ranks import TorchRanks
 from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.noise.targets import find_targets
+from lockstep.sync.compare import RankProof
 from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
 from lockstep.types import Batch, Proof, TokenIds, TrainSequence

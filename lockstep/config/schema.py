@@ -283,6 +283,11 @@ class Recipe(Section):
         return 0 if isinstance(place, Local) else place.trainers + place.samplers
 
     @property
+    def restarts(self) -> int:
+        """How often the run may go on by itself after it lost a worker."""
+        return 0 if isinstance(self.placement, Local) else self.placement.restarts
+
+    @property
     def engines(self) -> int:
         """Number of engines that share the samples of a step."""
         place = self.placement

@@ -13,7 +13,7 @@ from lockstep.build.opponents import load_opponents, pinned_opponents
 from lockstep.build.parts import Parts
 from lockstep.build.warm_start import Parent, pinned, read_weights
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
-from lockstep.cluster.build import place_parts, restarts
+from lockstep.cluster.build import place_parts
 from lockstep.config.load import dump, load
 from lockstep.config.numerics import PHASES
 from lockstep.config.schema import Allowable, Recipe, Sft
@@ -47,7 +47,7 @@ from lockstep.track.writer import read_events, read_metrics
 
 def start_run(recipe: Recipe) -> RunDirectory:
     """Train a recipe from the beginning in a new run directory. Raises LockstepError; the run directory records the reason."""
-    return _restarting(lambda: _start(recipe), Path(recipe.runs_dir) / recipe.name, restarts(recipe))
+    return _restarting(lambda: _start(recipe), Path(recipe.runs_dir) / recipe.name, recipe.restarts)
 
 
 def _start(recipe: Recipe) -> RunDirectory:
@@ -82,7 +82,7 @@ def resume_run(
     own = _own_recipe(found, health)  # a mistake must not cost an attempt
     if steps is not None:
         extend(own, steps, found)
-    return _restarting(lambda: _resume(path, health, allow, allow_fallback, steps), path, restarts(own))
+    return _restarting(lambda: _resume(path, health, allow, allow_fallback, steps), path, own.restarts)
 
 
 def _restarting(attempt: Callable[[], RunDirectory], path: Path, left: int) -> RunDirectory:

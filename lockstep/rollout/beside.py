@@ -38,8 +38,8 @@ class BesideEngine:
     """Reads the completions of an engine, and grades those whose requests say so."""
 
     def __init__(self, build: Callable[[], BuiltTask], read: ReadMany) -> None:
-        """Take what builds the task that grades, with the first reply that needs it."""
-        self._build, self._read = cache(build), read
+        """Take what builds the task that grades: `build`, or the first reply that needs it, has it do so."""
+        self.build, self._read = cache(build), read
         self._prompts: dict[str, Prompt] = {}
         """Questions by their messages: all samples of a prompt bring the same."""
         self._grader: AsyncGrader | None = None
@@ -97,7 +97,7 @@ class BesideEngine:
         """Have all that wait graded."""
         for one, answer in self._ungraded:
             if self._grader is None:
-                self._grader = AsyncGrader(self._build())
+                self._grader = AsyncGrader(self.build())
             asked = one.request.graded
             if asked not in self._prompts:
                 self._prompts[asked] = loads(asked.encode())

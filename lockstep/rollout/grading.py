@@ -49,8 +49,8 @@ class _Call:
 class AsyncGrader:
     """Grades the replies of one round of sampling or one evaluation, by key. Leaving its context drops ungraded replies."""
 
-    def __init__(self, task: BuiltTask, *, beside: int = 0) -> None:
-        """Take the task. `beside`: number of engines that have graders of their own, see `BesideEngine`."""
+    def __init__(self, task: BuiltTask, *, beside: bool = False) -> None:
+        """Take the task. `beside`: engines have graders of their own, see `BesideEngine`."""
         self._task, self._workers, self._beside = task, task.workers, beside
         self._cancel = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
@@ -246,7 +246,7 @@ class AsyncGrader:
     def noted(self, grade: Grade, seconds: float, held: float) -> Grade:
         """Count a reply that was graded beside the engine, and what was waited for it; returns its grade."""
         self._elsewhere.append(seconds)
-        self.held += held / self._beside
+        self.held += held
         return grade
 
     @property

@@ -17,10 +17,11 @@ from lockstep.checkpoint.store import CheckpointInfo
 from lockstep.cluster.build import connected, start_workers
 from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
 from lockstep.cluster.process_workers import Workers
-from lockstep.cluster.sampler import Facts, RankProof, Sampler
+from lockstep.cluster.sampler import Facts, Sampler
 from lockstep.config.schema import Colocated, Local, Recipe
 from lockstep.errors import WorkerError, WorkerLost
 from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
+from lockstep.sync.compare import RankProof
 from lockstep.sync.transports import SharedSync
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import LearnerFacts, Proof

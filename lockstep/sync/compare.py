@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.sync.fingerprint import INTEGERS, Fingerprints, TensorPrint
-from lockstep.types import WeightStream
+from lockstep.types import Proof, WeightStream
 
 EXPLAINED = 16
 """Most differing tensors that are compared element by element; for more, the names are enough."""
@@ -42,6 +42,20 @@ class Mismatch:
         return f"{self.name}: {self.fault}, {self.detail}"
 
 
+@dataclass(frozen=True, slots=True)
+class RankProof:
+    """A worker's own proof, and what ranks must agree on."""
+
+    proof: Proof
+    """Proof of its engine and learner."""
+    shift: float | None
+    """Distance of the policy between probes: see Prover.shift."""
+    held: Fingerprints
+    """Fingerprints of what its engine samples with."""
+    truth: Mapping[str, TensorPrint]
+    """Fingerprints of the tensors that it owns, made before any other rank got them."""
+
+
 def compare(learner: Fingerprints, engine: Fingerprints, previous: Fingerprints | None = None) -> tuple[Mismatch, ...]:
     """Return the tensors in which the sides differ, by name. `previous` is the last proof's, to recognise a stale tensor."""
     if learner.tensors == engine.tensors:
@@ -50,6 +64,15 @@ def compare(learner: Fingerprints, engine: Fingerprints, previous: Fingerprints 
     names = sorted(learner.tensors.keys() | engine.tensors.keys())
     faults = (_fault(name, learner.tensors.get(name), engine.tensors.get(name), known.get(name)) for name in names)
     return tuple(fault for fault in faults if fault)
+
+
+def differing(truth: Fingerprints, held: Sequence[Fingerprints]) -> list[Mismatch]:
+    """Return the tensors of each rank, in order, that are not the true ones."""
+    return [
+        replace(fault, detail=f"{fault.detail} on rank {rank}")
+        for rank, prints in enumerate(held)
+        for fault in compare(truth, prints)
+    ]
 
 
 def _fault(

@@ -70,7 +70,8 @@ def build_grader(settings: schema.Task, seed: int, places: int) -> BuiltTask:
             grading = _shared(settings.grading, places)
             return Grader(user_grader(settings.model_copy(update={"grading": grading}), seed))
         case schema.ReasoningGymTask():
-            return ReasoningGym(settings, seed)
+            verifier = _shared(settings.verifier, places)
+            return ReasoningGym(settings.model_copy(update={"verifier": verifier}), seed)
         case schema.MixedTask():
             return MixedGrader({name: build_grader(one.task, seed, places) for name, one in settings.tasks.items()})
         case _:
@@ -79,6 +80,9 @@ def build_grader(settings: schema.Task, seed: int, places: int) -> BuiltTask:
 
 def _shared(settings: Limits, places: int) -> Limits:
     """Return the settings of a grader with its part of the worker processes."""
+    if isinstance(settings, schema.CompositeVerifier):
+        parts = [one.model_copy(update={"verifier": _shared(one.verifier, places)}) for one in settings.parts]
+        return settings.model_copy(update={"parts": parts})
     if (workers := getattr(settings, "workers", None)) is None:
         return settings
     return settings.model_copy(update={"workers": min(workers, max(2, -(-workers // places)))})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -13,7 +12,7 @@ from lockstep.errors import LockstepError, TaskError
 from lockstep.tasks.base import VerifiedTask
 from lockstep.types import Prompt, Task
 from lockstep.user_code import describe
-from lockstep.verifiers.python import UserFunction, check_call, check_sendable, load_class, make_object
+from lockstep.verifiers.python import UserFunction, check_call, check_sendable, load_class, make_object, with_seed
 
 METHODS = {"batch": ("step", "size"), "heldout": ("role", "size"), "grade": ("prompt", "reply")}
 _EXAMPLE = 'self.name = "my_task"'
@@ -101,20 +100,18 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
     of the protocol.
     """
     made = load_class(settings.path)
-    arguments = _arguments(made, settings, seed)
+    arguments = with_seed(made, settings.settings, seed)
     task = as_task(make_object(made, arguments, settings.path), settings.path)
     file = Path(settings.path.rpartition(":")[0]).expanduser()
     return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))
 
 
 def user_grader(settings: schema.PythonTask, seed: int) -> UserFunction:
-    """Return what grades as the task that `build_python_task` returns. Raises TaskError as that does."""
-    return UserFunction(settings.path, settings.grading, _arguments(load_class(settings.path), settings, seed))
+    """Return what grades as the task that `build_python_task` returns. Raises TaskError as that does.
 
-
-def _arguments(made: type, settings: schema.PythonTask, seed: int) -> dict[str, schema.Json]:
-    own_seed = {"seed": seed} if "seed" in inspect.signature(made).parameters else {}
-    return {**own_seed, **settings.settings}
+    The file runs in the processes that grade alone: a worker that trains must not be changed by it.
+    """
+    return UserFunction(settings.path, settings.grading, settings.settings, seed)
 
 
 def as_task(made: object, path: str) -> Task:

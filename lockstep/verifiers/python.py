@@ -80,13 +80,18 @@ class UserFunction(UserGrader):
     """Calls a function of the user's for one reply at a time."""
 
     def __init__(
-        self, path: str, limits: schema.OwnGrading, arguments: Mapping[str, schema.Json] | None = None
+        self,
+        path: str,
+        limits: schema.OwnGrading,
+        arguments: Mapping[str, schema.Json] | None = None,
+        seed: int | None = None,
     ) -> None:
         """`path` is file.py:function; with `arguments` it is file.py:Class, and the function is `grade` of an object made with
-        them. Raises TaskError if a process cannot load or make it, or if it cannot be called as (prompt, reply).
+        them, and with the seed if the class takes one. Raises TaskError if a process cannot load or make it, or if it cannot be
+        called as (prompt, reply).
         """
         given = None if arguments is None else dict(arguments)
-        super().__init__(__name__, {"path": path, "arguments": given}, path, limits)
+        super().__init__(__name__, {"path": path, "arguments": given, "seed": seed}, path, limits)
 
 
 class RewardFunctions(UserGrader):
@@ -104,9 +109,9 @@ class RewardFunctions(UserGrader):
         return self.ask(prompt, replies)
 
 
-def load(path: str, arguments: Mapping[str, Any] | None) -> Callable[[Any], list[Grade]]:
+def load(path: str, arguments: Mapping[str, Any] | None, seed: int | None) -> Callable[[Any], list[Grade]]:
     """Load what UserFunction calls, in a worker. Raises TaskError if it cannot be used."""
-    function = load_function(path) if arguments is None else load_method(path, arguments)
+    function = load_function(path) if arguments is None else load_method(path, arguments, seed)
     return lambda call: [as_grade(function(call["prompt"], reply)) for reply in call["replies"]]
 
 
@@ -117,9 +122,11 @@ def load_function(spec: str) -> UserGrade:
     return function
 
 
-def load_method(spec: str, arguments: Mapping[str, Any]) -> UserGrade:
+def load_method(spec: str, arguments: Mapping[str, Any], seed: int | None) -> UserGrade:
     """`grade` of an object of `file.py:Class`. Raises TaskError if it cannot be made, or not be called as (prompt, reply)."""
-    function = getattr(make_object(load_class(spec), arguments, spec), "grade", None)
+    made = load_class(spec)
+    given = arguments if seed is None else with_seed(made, arguments, seed)
+    function = getattr(make_object(made, given, spec), "grade", None)
     if not callable(function):
         raise TaskError(
             "the class has no method grade", where=spec, fix="define grade(self, prompt, reply) in the class"
@@ -138,6 +145,12 @@ def load_class(spec: str) -> type:
             fix="give a class, written file.py:Class",
         )
     return made
+
+
+def with_seed(made: type, arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return arguments of a class, and the seed if it takes one that they do not give."""
+    own = {"seed": seed} if "seed" in inspect.signature(made).parameters else {}
+    return {**own, **arguments}
 
 
 def make_object(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ START_SECONDS = 120.0
 """Longest time that a process may take to load its work."""
 LATE_SECONDS = 0.1
 """A call that takes longer holds up no other: those that were sent with it are made elsewhere. The process leaves them after half
-of that, so that it does not begin one that has been given away.
-"""
+of that, so that it does not begin one that has been given away."""
+_STARTER = ThreadPoolExecutor(1, "lockstep-start")
+"""Starts processes: the kernel ends them with the thread that did, and threads that grade end long before this process does."""
 _GRACE = 0.05
 """Seconds in which a process that has closed its pipe ends by itself, so that how it ended says what happened."""
 
@@ -235,14 +237,11 @@ class Started(Process):
     """A process of its own, which loads the work itself."""
 
     def __init__(self, work: Work) -> None:
-        self._popen = subprocess.Popen(
-            worker_command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if work.own_code else subprocess.DEVNULL,
-            env=worker_environment(),
-            start_new_session=True,  # an interrupt is for the owner; and the whole group can be killed
-        )
+        errors = None if work.own_code else subprocess.DEVNULL
+        self._popen = _STARTER.submit(  # in a session of its own: an interrupt is for the owner; and the group can be killed
+            subprocess.Popen, worker_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            env=worker_environment(), start_new_session=True,
+        ).result()  # fmt: skip
         assert self._popen.stdin is not None and self._popen.stdout is not None  # noqa: PT018 - as they were asked for
         link = Link(os.dup(self._popen.stdin.fileno()), os.dup(self._popen.stdout.fileno()), work.max_answer)
         self._popen.stdin.close()

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -76,11 +77,18 @@ def _has_child() -> bool:
     return True
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the thread that started it: no thread of ours ends work that keeps Python's lock."""
+    with suppress(AttributeError):  # of Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve calls until standard input ends, or with the argument `template`, make copies that do."""
     if sys.argv[1:] == ["template"]:
         _template(socket.socket(fileno=os.dup(0)))
         return
+    _end_with_parent()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -133,8 +141,7 @@ def _copy(handler: Handler, settings: dict[str, Any], descriptors: list[int]) ->
     """Serve one owner's calls in a copy of the template, then end without running anything of the template's."""
     try:
         os.setsid()
-        # A thread cannot end work that never lets go of Python; the kernel can.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the copy
+        _end_with_parent()
         requests, answers = os.fdopen(descriptors[0], "rb"), os.fdopen(descriptors[1], "wb")
         threading.Thread(target=_end_with_owner, args=(descriptors[0], os.getppid()), daemon=True).start()
         _send(answers, {"ready": os.getpid()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +17,12 @@ from lockstep.errors import EngineError
 from lockstep.learner.packing import as_sequence
 from lockstep.learner.protocol import Share
 from lockstep.rollout.beside import SampledReply
-from lockstep.types import Batch, FinishReason, LearnerFacts, Request, Sampling
+from lockstep.types import Batch, FinishReason, Grade, LearnerFacts, Request, Sampling
 from tests.loops.runs import recipe
 
 
 class Stub:
-    """Two workers that answer each call at once, both together."""
+    """Two workers that answer each call at once, both together. A graded reply of worker r waited r + 1 seconds."""
 
     size = 2
     processes = SimpleNamespace(gpu=False)
@@ -30,24 +31,27 @@ class Stub:
         self.calls: list[list[list[Request]]] = [[], []]
         self.dropped = 0
         self.sent: list[list[Request]] = []
+        self.methods: list[list[str]] = [[], []]
 
-    def start(self, ranks: list[int], method: str, requests: list[Request], seconds: float) -> None:
+    def start(self, ranks: list[int], method: str, requests: Sequence[Request] = (), seconds: float = 0.0) -> None:
         (rank,) = ranks
-        self.calls[rank].append(requests)
-        self.sent += [requests] if requests else []
+        self.calls[rank].append([*requests])
+        self.sent += [[*requests]] if requests else []
+        self.methods[rank].append(method)
 
     def results(self, seconds: float) -> dict[int, Any]:
         found = {rank: calls.pop(0) for rank, calls in enumerate(self.calls) if calls}
         assert found, "no call is under way"
-        return {rank: [_reply(one) for one in requests] for rank, requests in found.items()}
+        return {rank: [_reply(one, rank) for one in requests] or None for rank, requests in found.items()}
 
     def call(self, method: str) -> list[None]:
         self.dropped += 1
         return [None, None]
 
 
-def _reply(request: Request) -> SampledReply:
-    return SampledReply(request.id, (1,), (-0.5,), FinishReason.STOP, 0, ("a", "a"), b"route")
+def _reply(request: Request, rank: int) -> SampledReply:
+    graded = (Grade(1.0), 0.5, rank + 1.0) if request.graded else None
+    return SampledReply(request.id, (1,), (-0.5,), FinishReason.STOP, 0, ("a", "a"), b"route", graded)
 
 
 def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -62,6 +66,21 @@ def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_mo
     assert stub.dropped == 1
     engine.submit(requests)
     assert sorted(one.request.id for one in engine.completed()) == [one.id for one in requests]
+
+
+def test_what_grading_adds_is_what_the_slowest_worker_waits(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """A worker's grader is built by a call of its own, once: it may take longer than any other call."""
+    stub: Any = Stub()
+    engine = GroupEngine(stub, recipe(tmp_path, tiny_model_dir))
+    engine.load(iter(()), 0)
+    asked = Request("", (3,), "", 0, Sampling(4), 0, graded="question")
+    for step in range(2):
+        engine.submit([replace(asked, id=f"task/{step}{i}#0") for i in range(4)])
+        found = [one.graded for one in engine.completed()]
+        assert [one[:2] for one in found if one] == [(Grade(1.0), 0.5)] * 4
+        assert sum(one[2] for one in found if one) == 4.0
+    assert [one.count("prepare_grader") for one in stub.methods] == [1, 1]
+    assert [one[0] for one in stub.methods] == ["prepare_grader"] * 2
 
 
 def test_the_driver_works_while_workers_update() -> None:

@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 
 from lockstep.cluster.process_workers import LOST, Failure, Workers
-from lockstep.cluster.sampler import TOGETHER, RankProof, Sampler
+from lockstep.cluster.sampler import TOGETHER, Sampler
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
 from lockstep.rollout.beside import BesideEngine
+from lockstep.sync.compare import RankProof
 from lockstep.tasks.base import NoQuestions
 from lockstep.types import Completion, FinishReason, Forward, Request, Sampling
 

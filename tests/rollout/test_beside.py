@@ -147,6 +147,22 @@ def test_processes_are_the_engines_own_and_a_reply_that_hangs_holds_up_no_other(
     assert built[0].workers == 2
 
 
+def test_a_users_file_runs_in_the_processes_that_grade_alone(own: dict[str, object], tmp_path: Path) -> None:
+    """It may change a process: the number of its threads, for example, which decides the order of sums."""
+    ran = tmp_path / "ran.txt"
+    (tmp_path / "own.py").write_text(f"import os\nopen({str(ran)!r}, 'a').write(f'{{os.getpid()}} ')\n{OWN}")
+    made = build_grader(settings_of(own), 7, 1)
+    assert made.grade(Prompt("q", (), "", "count"), "three").metrics["seed"] == 7
+    assert str(os.getpid()) not in ran.read_text().split()
+
+
+@pytest.mark.parametrize(("places", "workers"), [(1, 9), (4, 3)])
+def test_engines_share_the_processes_of_every_part_of_a_composite(places: int, workers: int) -> None:
+    parts = [{"name": f"part_{most}", "verifier": {"kind": "math", "workers": most}} for most in (9, 2)]
+    settings = settings_of({**SUMS, "verifier": {"kind": "composite", "parts": parts}})
+    assert build_grader(settings, 7, places).workers == workers
+
+
 def test_what_is_dropped_does_not_come_back(own: dict[str, object]) -> None:
     settings = settings_of(own)
     task = build_task(settings, seed=7)
@@ -173,12 +189,12 @@ def test_a_prompt_that_cannot_be_sent_is_graded_by_the_driver(own: dict[str, obj
     (prompt,) = task.batch(0, 1)
     strange = replace(prompt, id="strange", data={"made": object()})
     assert AsyncGrader(task).question(prompt) == ""
-    grader = AsyncGrader(task, beside=2)
+    grader = AsyncGrader(task, beside=True)
     assert loads(grader.question(prompt).encode()) == prompt
     assert grader.question(strange) == ""
     assert grader.noted(Grade(1.0), 2.5, 0.5) == Grade(1.0)
     assert grader.metrics == {"time/grade_work": 2.5, "time/grade_slowest": 2.5}
-    assert grader.held == 0.25
+    assert grader.held == 0.5
 
 
 def test_replies_that_never_stop_coming_are_graded_all_the_same(own: dict[str, object]) -> None:

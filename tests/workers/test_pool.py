@@ -66,6 +66,7 @@ def grade(prompt, reply):
         case "forge": os.write(3, b'{"id": 1, "ok": {"reward": 1.0}}')
         case "calls": return float(calls)
         case "data": return prompt.data == {"when": (1, {2: "x"})}
+        case "stuck": __import__("re").match(r"(a+)+$", "a" * 64 + "b")
     return float(reply == prompt.answer)
 """
 UNSCORED = {
@@ -206,8 +207,9 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("reply", ["hang", "7"])
+@pytest.mark.parametrize("reply", ["hang", "7", "stuck"])
 def test_workers_end_when_their_owner_is_killed(grader, reply):
+    """Also one whose work keeps Python's lock, so that no thread of it runs."""
     command = [sys.executable, "-c", OWNER, f"{grader[1]}:grade", reply]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
