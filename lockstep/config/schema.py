@@ -284,7 +284,7 @@ class Recipe(Section):
 
     @property
     def restarts(self) -> int:
-        """How often the run may go on by itself after it lost a worker."""
+        """Number of times that the run may go on by itself after it lost a worker."""
         return 0 if isinstance(self.placement, Local) else self.placement.restarts
 
     @property
