@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from lockstep.errors import TaskError
@@ -24,8 +25,8 @@ START_SECONDS = 120.0
 LATE_SECONDS = 0.1
 """A call that takes longer holds up no other: those that were sent with it are made elsewhere. The process leaves them after half
 of that, so that it does not begin one that has been given away."""
-_STARTER = ThreadPoolExecutor(1, "lockstep-start")
-"""Starts processes: the kernel ends them with the thread that did, and threads that grade end long before this process does."""
+_starter = cache(lambda pid: ThreadPoolExecutor(1, "lockstep-start"))
+"""Starts processes of the process `pid`: the kernel ends them with the thread that did, and threads that grade end sooner."""
 _GRACE = 0.05
 """Seconds in which a process that has closed its pipe ends by itself, so that how it ended says what happened."""
 
@@ -238,9 +239,9 @@ class Started(Process):
 
     def __init__(self, work: Work) -> None:
         errors = None if work.own_code else subprocess.DEVNULL
-        self._popen = _STARTER.submit(  # in a session of its own: an interrupt is for the owner; and the group can be killed
+        self._popen = _starter(os.getpid()).submit(
             subprocess.Popen, worker_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            env=worker_environment(), start_new_session=True,
+            env=worker_environment(), start_new_session=True,  # an interrupt is for the owner; and the group can be killed
         ).result()  # fmt: skip
         assert self._popen.stdin is not None and self._popen.stdout is not None  # noqa: PT018 - as they were asked for
         link = Link(os.dup(self._popen.stdin.fileno()), os.dup(self._popen.stdout.fileno()), work.max_answer)

@@ -221,6 +221,30 @@ def test_workers_end_when_their_owner_is_killed(grader, reply):
     assert gone(pids)
 
 
+FORKED = """
+import os, signal, sys
+from lockstep.config import schema
+from lockstep.types import Prompt
+from lockstep.verifiers.build import build_verifier
+
+def reward():
+    made = build_verifier(schema.PythonVerifier(path=sys.argv[1], seconds=20, workers=1))
+    found = made.grade(Prompt("t/1", (), "7"), "7").reward
+    made.pool.close()
+    return found
+
+assert reward() == 1.0
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(60)
+os._exit(0 if reward() == 1.0 else 1)
+"""
+
+
+def test_a_fork_of_an_owner_can_have_workers_of_its_own(grader):
+    assert subprocess.run([sys.executable, "-c", FORKED, f"{grader[1]}:grade"]).returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # every answer waits for its turn of a loaded machine
 def test_killing_workers_at_random_changes_no_verdict():
