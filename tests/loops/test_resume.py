@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.load import dump
+from lockstep.config.schema import Recipe
 from lockstep.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -403,7 +404,7 @@ def test_what_was_once_allowed_to_be_passed_over_is_no_reason_to_end_a_later_res
         real(*arguments)
 
     monkeypatch.setattr(start, "train", train)
-    monkeypatch.setattr(start, "restarts", lambda recipe: 1)
+    monkeypatch.setattr(Recipe, "restarts", property(lambda recipe: 1))
     with pytest.raises(WorkerLost):
         resume_run(path, allow_fallback=True)
     run = resume_run(path)
