@@ -220,6 +220,9 @@ def test_dump_is_complete_and_loads_to_the_equal_recipe(tmp_path: Path) -> None:
         assert load([write(tmp_path, dump(recipe))]) == recipe
         assert load(["steps=9", "rollout.stop=[x]", "task.kind=python", write(tmp_path, dump(recipe))]) == recipe
     assert isinstance(load([*args]).task, PythonTask)
+    parts = "[{name: a, verifier: {kind: math}}, {name: b, verifier: {kind: text}}]"
+    combined = load([f"task.verifier={{kind: composite, parts: {parts}}}"])  # combine=all takes no weights
+    assert load([write(tmp_path, dump(combined))]) == combined
 
 
 def test_load_mapping_leaves_its_argument_alone() -> None:
