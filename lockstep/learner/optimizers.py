@@ -85,7 +85,8 @@ def build_inner(
         case Muon():
             return _muon(settings, masters, whole or masters)
         case PythonOptimizer():
-            return (_python(settings, masters),)
+            # torch builds no optimizer of nothing, which is what a rank has if there are more ranks than tensors
+            return (_python(settings, masters),) if masters else ()
         case _:
             assert_never(settings)
 

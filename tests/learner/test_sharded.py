@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.algorithms.build import build_objective
-from lockstep.config.schema import AdamW, Lora, Muon, Recipe, Update
+from lockstep.config.schema import AdamW, Lora, Muon, PythonOptimizer, Recipe, Update
 from lockstep.errors import CheckpointError
 from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import attach
@@ -21,7 +22,7 @@ from lockstep.learner.learner import TorchLearner
 from lockstep.learner.packing import as_sequence, microbatches
 from lockstep.learner.protocol import Share, update_metrics
 from lockstep.learner.ranks import Ranks, assign_owners, deal
-from lockstep.learner.sharded import ShardedOptimizer
+from lockstep.learner.sharded import ShardedOptimizer, build_optimizer
 from lockstep.models.weights import named_weights
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import Batch, Loss, Metrics, TrainSequence
@@ -198,6 +199,33 @@ def test_state_saved_by_four_ranks_is_taken_over_by_two() -> None:
     assert all(same(found, alone) for found in together(2, go_on))
     with pytest.raises(CheckpointError):
         together(2, lambda ranks: TorchLearner(model_of("full-bf16"), recipe, ranks=ranks).restore(counters, {}))
+
+
+OWN = """
+import torch
+
+class Mine(torch.optim.SGD):
+    pass
+"""
+
+
+def test_a_rank_that_owns_nothing_needs_no_optimizer_of_the_users(tmp_path: Path) -> None:
+    """As with a critic's head alone, two tensors, on three ranks."""
+    (tmp_path / "own.py").write_text(OWN)
+    settings = PythonOptimizer(path=f"{tmp_path}/own.py:Mine", weight_decay=0.1)
+
+    def body(ranks: Ranks | None) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+        weights = {"weight": nn.Parameter(torch.ones(4)), "bias": nn.Parameter(torch.ones(()))}
+        optimizer = build_optimizer(weights, settings, ranks)
+        (weights["weight"] * torch.arange(4.0)).sum().backward()
+        optimizer.exchange(1)
+        return {name: one.detach() for name, one in weights.items()}, optimizer.step(0.1).norm, optimizer.tensors()
+
+    weights, norm, _ = body(None)
+    for rank, (own, its, state) in enumerate(together(3, body)):
+        assert same(own, weights)
+        assert its == norm
+        assert rank < 2 or not state
 
 
 # --- who does what --------------------------------------------------------------------------------------------------
