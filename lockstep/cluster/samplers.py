@@ -36,19 +36,19 @@ class Samplers(Workers):
 
         Raises SyncError if its weights are not the trainers'.
         """
-        self._joined, lost, held = False, True, None
-        forward = [] if self._forward is None else [("engine.set_forward", self._forward)]
-        calls: list[tuple[Any, ...]] = [("build", self._recipe, True), *forward, ("take", self._version)]
+        self._joined, lost, found = False, True, dict[str, Any]()
+        forward = [] if self._forward is None else [("engine.set_forward", self._forward)]  # noise lets no weights in
+        calls: list[tuple[Any, ...]] = [("build", self._recipe, True), ("take", self._version), *forward]
         while lost:
             super().revive(rank)
             self._trainers.call_one(0, "write_weights")
             (self.folder / WEIGHTS).replace(self.folder / GIVEN)
             for call in calls:
-                held = self.ask(rank, *call)
-                if lost := held is LOST:
+                found[call[0]] = self.ask(rank, *call)
+                if lost := found[call[0]] is LOST:
                     break
         (self.folder / GIVEN).unlink(missing_ok=True)
-        if self._trainers.call_one(0, "held") != held:
+        if self._trainers.call_one(0, "held") != found["take"]:
             where = f"rank {self.ranks[rank]}, which replaces a lost worker"
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
 

@@ -73,7 +73,7 @@ def test_a_worker_that_dies_while_it_replaces_another_is_replaced_too(tmp_path: 
     samplers.call("engine.set_forward", Forward())
     processes.dies_in, processes.calls = dies_in, []
     samplers.revive(0)
-    whole = ["build", "engine.set_forward", "take"]
+    whole = ["build", "take", "engine.set_forward"]
     assert processes.calls == [*whole[: whole.index(dies_in) + 1], *whole]
     assert processes.replaced == 2
     assert not (tmp_path / GIVEN).exists()

@@ -73,3 +73,33 @@ def test_a_sampler_that_is_lost_costs_no_step(
     assert events(run, "resume") == []
     assert len((run.path / "workers" / "pids.txt").read_text().splitlines()) == 2
     assert same(run, alone, 8)
+
+
+KILLS = """
+import os
+import signal
+from pathlib import Path
+
+def grade(prompt, reply):
+    log, dead = Path(__file__).with_name("runs") / "wounded" / "log.txt", Path(__file__).with_name("dead")
+    if log.exists() and "  step 2/" in log.read_text() and not dead.exists():
+        dead.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return float(len(reply) % 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+def test_a_sampler_that_is_lost_under_noise_is_replaced(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Its grader kills it in the rollout of step 3; the first of three stages has no noise."""
+    (tmp_path / "own.py").write_text(KILLS)
+    grader = f"task.verifier={{kind: python, path: {tmp_path}/own.py:grade}}"
+    settings = (*SMALL, grader, "steps=3", "noise={stages: 3}", NO_EVAL)
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    wounded = trained(
+        tmp_path, tiny_model_dir, *settings, "placement={kind: split, train: 1, rollout: 1}", "name=wounded"
+    )
+    assert (tmp_path / "dead").exists()
+    assert events(wounded, "resume") == []
+    assert same(wounded, alone, 3)
