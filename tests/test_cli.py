@@ -50,6 +50,14 @@ def test_starting_loads_nothing_heavy() -> None:
     assert result.stdout.splitlines()[-1] == "0 []", result.stderr
 
 
+@pytest.mark.parametrize("name", ["plan", "doctor", "preflight", "train"])
+def test_a_wrong_setting_is_told_before_torch_is_loaded(name: str) -> None:
+    code = "import sys; from lockstep.cli import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    result = shell(name, "smoke", "optimizer.lrr=1", code=code)
+    assert result.stdout.splitlines()[-1] == "2 False", result.stderr
+    assert "did you mean optimizer.lr?" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("by_user", "found"),
     [

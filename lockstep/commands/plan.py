@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan, section by section. Raises ConfigError for a recipe with mistakes, RefusedError for one whose run would be
     refused; no model is loaded.
     """
+    asked = load_allowed(args)  # first: what comes next loads torch, and a mistake is told without that wait
     from lockstep.errors import RefusedError
     from lockstep.plan.refusals import refusal_lines, refusals
 
-    asked = load_allowed(args)
     recipe, notes = _with_steps(asked)
     found = refusals(asked, args.gpu_gib)
     allowed = [one for one in found if one.allowed]

@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
 
     What needs the weights is left out once something failed that would end the run.
     """
+    recipe = load_allowed(args)  # first: what comes next loads torch, and a mistake is told without that wait
     from lockstep.doctor.check import lines, worst
     from lockstep.doctor.run import doctor
     from lockstep.loops.preflight import start_checks
 
-    recipe = load_allowed(args)
     found: list[Check] = []
     for check in chain(doctor(recipe), start_checks(recipe)):
         found.append(check)
