@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -73,6 +73,7 @@ class UserTask(VerifiedTask):
         if len({prompt.id for prompt in prompts}) < size:
             raise TaskError("two of the prompts have the same id", where=where, fix="give each prompt an id of its own")
         for prompt in prompts:
+            _require_text(prompt, where)
             check_sendable(prompt, where)
         return prompts
 
@@ -91,6 +92,27 @@ class UserTask(VerifiedTask):
 
     def _digest(self, prompt: Prompt) -> bytes:
         return question_digest(prompt.messages)
+
+
+def _require_text(prompt: Prompt, where: str) -> None:
+    """Raise TaskError unless the prompt's messages are turns of text and its answer is text; Python checks neither."""
+    turns: object = prompt.messages
+    if not (isinstance(turns, list | tuple) and turns and all(_is_turn(turn) for turn in turns)):
+        raise TaskError(
+            f"the messages of prompt {prompt.id} are not turns with a role and a content of text",
+            where=where,
+            fix='return messages=({"role": "user", "content": "2 * 3 ="},)',
+        )
+    if not isinstance(prompt.answer, str):
+        raise TaskError(
+            f"the answer of prompt {prompt.id} is of type {type(prompt.answer).__name__}, not text",
+            where=where,
+            fix="return answer=str(...)",
+        )
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
 
 
 def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:

@@ -101,6 +101,18 @@ def test_unknown_settings_are_refused(tmp_path):
         ("return None", "TypeError: 'NoneType' object is not iterable"),
         ("return [self.ask(i / 0) for i in range(size)]", "ZeroDivisionError: division by zero ({file}:14)"),
         ("yield self.ask(1)\n        raise KeyError('gone')", "KeyError: 'gone'"),
+        (
+            "return [Prompt(f'd/{i}', '2 * 2 =', '4', 'd') for i in range(size)]",
+            "the messages of prompt d/0 are not turns",
+        ),
+        (
+            "return [Prompt(f'd/{i}', ({'role': 'user', 'content': i},), '4', 'd') for i in range(size)]",
+            "the messages of prompt d/0 are not turns",
+        ),
+        (
+            "return [Prompt(f'd/{i}', ({'role': 'user', 'content': f'{i} ='},), i, 'd') for i in range(size)]",
+            "the answer of prompt d/0 is of type int, not text\n  to fix: return answer=str(...)",
+        ),
     ],
 )
 def test_what_batch_gives_is_checked(tmp_path, body, message):
