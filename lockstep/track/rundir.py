@@ -287,7 +287,9 @@ def refuse_taken(path: Path, checkpoints: str | None = None) -> None:
     if path.exists() and not path.is_dir():
         raise RunDirectoryError("this is a file, not a folder", where=str(path), fix="choose another name or runs_dir")
     above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not path.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
+    if not above.is_dir():
+        raise RunDirectoryError(f"{above} is a file, not a folder", where=str(path), fix="choose another runs_dir")
+    if not path.exists() and not os.access(above, os.W_OK):
         raise RunDirectoryError(
             "cannot be created: no permission to write there", where=str(path), fix="choose another runs_dir"
         )

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import RunDirectoryError, RunLockedError, StorageError
 from lockstep.track.files import atomic_path, write_atomic
-from lockstep.track.rundir import RunDirectory
+from lockstep.track.rundir import RunDirectory, refuse_taken
 from tests.track.runs import FACTS, RECIPE, write_steps
 
 CREATE_AND_DIE = """
@@ -25,6 +25,12 @@ def stop(path, content):
 rundir.write_atomic = stop
 rundir.RunDirectory.create(sys.argv[1], "name: a\\n", {})
 """
+
+
+def test_a_runs_dir_that_is_a_file_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("", encoding="utf-8")
+    with pytest.raises(RunDirectoryError, match=r"runs is a file, not a folder\n  to fix: choose another runs_dir"):
+        refuse_taken(tmp_path / "runs" / "a")
 
 
 def test_a_new_run_has_the_layout_and_both_files(tmp_path: Path) -> None:
