@@ -81,6 +81,8 @@ class Parser(argparse.ArgumentParser):
         if lists and not any(word.startswith("-") for word in rest):
             setattr(found, lists[-1], [*getattr(found, lists[-1]), *rest])
             rest = []
+        if rest and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")  # here, where the command's own options are known
         return found, rest
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -91,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Say how a setting is written, if one was given as an option; the usage of the whole program would not help."""
+        """Say for an unknown option how the setting is written that was meant, or the nearest option of the command."""
         match = re.fullmatch(r"unrecognized arguments: --(set[ =](?=[\w.]+=))?([\w.]+)(?:[ =](\S+))?(?: .*)?", message)
         if match is None:
             super().error(message)
@@ -99,8 +101,14 @@ class Parser(argparse.ArgumentParser):
         from lockstep.config.search import nearest
 
         known = {setting.path for group in groups() for setting in group.settings}
-        name = match[2] if match[2] in known else next(iter(nearest(match[2])), "")
-        hint = f"a setting is written without dashes: write {name}={match[3] or 'VALUE'}" if name else "see --help"
+        options = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
+        near = difflib.get_close_matches(match[2], options, n=1, cutoff=0.65)
+        takes_settings = any("=" in str(a.metavar) for a in self._actions if not a.option_strings)
+        name = match[2] if match[2] in known else "" if near else next(iter(nearest(match[2])), "")
+        if takes_settings and name:
+            hint = f"a setting is written without dashes: write {name}={match[3] or 'VALUE'}"
+        else:
+            hint = f"did you mean --{near[0]}?" if near else f"see {self.prog} --help"
         self.exit(2, f"lockstep: there is no option --{'set' if match[1] else match[2]}; {hint}\n")
 
 

@@ -106,6 +106,9 @@ def test_version_goes_to_stdout() -> None:
             ["train", "smoke", "--set", "steps=4", "name=x"],
             "no option --set; a setting is written without dashes: write steps=4\n",
         ),
+        (["rollouts", "runs/x", "--steps", "1"], "no option --steps; did you mean --step?\n"),
+        (["report", "runs/x", "--out", "x.html"], "no option --out; see lockstep report --help\n"),
+        (["train", "smoke", "--num_generations", "3"], "write samples_per_prompt=3\n"),
     ],
 )
 def test_wrong_usage_exits_2_with_a_hint(args: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,9 +35,10 @@ def find(word: str) -> list[str]:
 
 
 def nearest(word: str) -> list[str]:
-    """Return paths that are spelled like a word, each once."""
+    """Return paths that a word means, then those that are spelled like it, each once."""
     known = {name for group in groups() for name in (group.path, *(one.path for one in group.settings)) if name}
-    return difflib.get_close_matches(word, sorted(known), n=3)
+    meant = [path for path in _meant(word, sorted(known)) if path in known]
+    return list(dict.fromkeys([*meant, *difflib.get_close_matches(word, sorted(known), n=3)]))[:3]
 
 
 def _meant(word: str, paths: list[str]) -> Iterator[str]:
