@@ -88,17 +88,22 @@ def check_weights(folder: Path, where: str) -> None:
 
 def missing_weights(folder: Path) -> str | None:
     """Return the name of the first weight file that should be there and is not."""
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ModelError(
-                "the index of weight files has no valid weight_map",
-                where=str(folder / INDEX),
-                fix="fetch the model again",
-            )
-        shards = sorted(set(weight_map.values()))
-        return next((shard for shard in shards if not (folder / shard).is_file()), None)
-    return None if (folder / "model.safetensors").is_file() else "model.safetensors"
+    return next((name for name in weight_files(folder) if not (folder / name).is_file()), None)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the weight files that should be there. Raises ModelError if the index of them is not valid."""
+    if not (folder / INDEX).is_file():
+        return ["model.safetensors"]
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    shards = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not shards or not all(isinstance(shard, str) for shard in shards):
+        raise ModelError(
+            "the index of weight files has no valid weight_map",
+            where=str(folder / INDEX),
+            fix="fetch the model again",
+        )
+    return sorted(set(shards))
 
 
 def read_json(path: Path) -> dict[str, Any]:

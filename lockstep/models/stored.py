@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ModelError
-from lockstep.models.folder import INDEX, read_json
+from lockstep.models.folder import weight_files
 from lockstep.models.mxfp4 import BLOCKS, SCALES
 
 
 def stored_parameters(folder: Path) -> int | None:
     """Return the number of elements in a folder's safetensors files, from their headers alone; None without such files."""
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-    else:
-        names = ["model.safetensors"]
-    if not names or not all((folder / name).is_file() for name in names):
+    names = weight_files(folder)
+    if not all((folder / name).is_file() for name in names):
         return None
     return sum(_elements(folder / name) for name in names)
 

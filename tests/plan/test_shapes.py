@@ -110,6 +110,14 @@ def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
         read_shape(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [None, {}, ["a"], {"a": 3}])
+def test_an_index_without_a_map_of_files_is_named(tmp_path: Path, weight_map: object) -> None:
+    _config("Qwen2", {}).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match="no valid weight_map"):
+        read_shape(tmp_path)
+
+
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         read_shape(tmp_path)
