@@ -29,14 +29,34 @@ def _elements(path: Path) -> int:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         header = file.read(min(length, path.stat().st_size))
     try:
-        tensors = json.loads(header)
-        return sum(_numbers(name, entry) for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, TypeError, KeyError) as error:
+        tensors = {name: entry for name, entry in dict(json.loads(header)).items() if name != "__metadata__"}
+        count = sum(_numbers(name, entry) for name, entry in tensors.items())
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ModelError(
             f"the header of the weight file cannot be read, perhaps because the file is cut off: {error}",
             where=str(path),
             fix="fetch the model again",
         ) from error
+    if end > (size := path.stat().st_size):
+        raise ModelError(
+            f"the weight file is cut off: it has {size:,} of {end:,} bytes",
+            where=str(path),
+            fix="fetch the model again",
+        )
+    if quantised := [name for name, entry in tensors.items() if _is_quantised(name, str(entry.get("dtype")))]:
+        raise ModelError(
+            f"{quantised[0]} is stored as {tensors[quantised[0]]['dtype']}, which means nothing without its scales; "
+            "only bf16, fp16, fp32 and mxfp4 weights can be read",
+            where=str(path),
+            fix="use the unquantised version of this model, or dequantise it into a folder and use that",
+        )
+    return count
+
+
+def _is_quantised(name: str, dtype: str) -> bool:
+    """Return whether a tensor is a quantised weight; masks and positions, which some files hold, are whole numbers, too."""
+    return dtype.startswith("F8") or (name.endswith("weight") and dtype in ("I8", "U8", "I32"))
 
 
 def _numbers(name: str, entry: Mapping[str, Any]) -> int:

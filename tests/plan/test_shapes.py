@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 
 from lockstep.errors import ModelError
 from lockstep.models.stored import stored_parameters
@@ -107,6 +108,28 @@ def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
+        read_shape(tmp_path)
+
+
+def test_a_download_that_broke_off_is_named_with_its_bytes(tmp_path: Path) -> None:
+    hf.AutoModelForCausalLM.from_config(_config("Qwen2", {})).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ModelError, match=f"cut off: it has {len(whole) - 100:,} of {len(whole):,} bytes"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_of_which_the_config_says_nothing_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = hf.AutoModelForCausalLM.from_config(_config("Qwen2", {}))
+    model.save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = dict(model.state_dict()) | {"mask": torch.ones(2, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert read_shape(tmp_path).hidden == model.config.hidden_size
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{name} is stored as "):
         read_shape(tmp_path)
 
 
