@@ -71,7 +71,8 @@ def shape_of_model(model: Any) -> ModelShape:
     """Return the shape of a transformers causal language model, on any device."""
     config = model.config.get_text_config()
     words, heads, hidden = config.to_dict(), int(config.num_attention_heads), int(config.hidden_size)
-    layers = [_linears(layer) for layer in model.get_decoder().layers]
+    blocks = _blocks(model.get_decoder())
+    layers = [_linears(layer) for layer in blocks]
     alike = all(one == layers[0] for one in layers)
     names = {linear.name: linear for one in reversed(layers) for linear in reversed(one)}
     experts = next((int(words[name]) for name in EXPERT_NAMES if words.get(name)), 0)
@@ -98,11 +99,16 @@ def shape_of_model(model: Any) -> ModelShape:
         windowed=windowed,
         softcap=bool(words.get("attn_logit_softcapping")),
         sinks=any(name.endswith("sinks") for name, _ in model.named_parameters()),
-        norms=sum("norm" in name for name, _ in model.get_decoder().layers[0].named_children()),
+        norms=sum("norm" in name for name, _ in blocks[0].named_children()),
         every_linear=() if alike else tuple(linear for one in layers for linear in one),
         cached=0 if size else sum(_cached(model)),
         state=sum(t.nbytes for layer in state_layers(model) for t in first_state(layer, hidden).values()),
     )
+
+
+def _blocks(decoder: Any) -> Any:
+    """Return the layers of a decoder, which families in GPT-2's words (GPTBigCode, CTRL) call h."""
+    return decoder.layers if hasattr(decoder, "layers") else decoder.h
 
 
 def _linears(layer: nn.Module) -> tuple[Linear, ...]:

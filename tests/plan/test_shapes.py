@@ -97,6 +97,14 @@ def test_experts_in_some_layers_only_are_counted_by_their_modules() -> None:
     assert len(shape.every_linear) == 3 * 4 + 3  # attention of all layers, and one plain MLP
 
 
+@pytest.mark.parametrize("family", ["GPTBigCode", "CTRL"])
+def test_layers_may_be_called_h(family: str) -> None:
+    model = _meta(getattr(hf, f"{family}Config")(n_layer=3, n_head=4, n_embd=64, vocab_size=100))
+    shape = shape_of_model(model)
+    assert (shape.layers, shape.hidden, len(shape.all_linears)) == (3, 64, 3 * len(shape.linears))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
 def test_headers_of_the_files_are_counted(tmp_path: Path) -> None:
     config = _config("Qwen2", {"tie_word_embeddings": True})
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
