@@ -27,6 +27,7 @@ from lockstep.models.folder import check_weights
 from lockstep.models.resolve import HUB_ID
 from lockstep.plan.disk import disk_lines
 from lockstep.plan.memory_inputs import GIB
+from lockstep.plan.model_shape import read_shape
 from lockstep.plan.preview import ASSUMED_PROMPT, Preview, weights_here
 from lockstep.plan.refusals import refusals
 
@@ -103,6 +104,8 @@ def check_model(model: Model) -> Check:
         if model.path not in BUILTINS and not HUB_ID.fullmatch(model.path):
             folder = resolve(model).path
         check_weights(folder, model.path)
+        if not model.trust_remote_code:  # as a plan does; otherwise this would run the model's code
+            read_shape(folder)
     except ModelError as error:
         return Check.failed("model", error)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

