@@ -37,10 +37,14 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
             where=where,
             fix="read the *.py files in its folder; if you trust them, set model.trust_remote_code=true",
         )
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        if method == MXFP4:
-            return
+    for part in (config, config.get("text_config")):  # some models of images say it of their text alone
+        _refuse_quantised(part.get("quantization_config") if isinstance(part, dict) else None, where)
+
+
+def _refuse_quantised(quantization: object, where: str) -> None:
+    """Raise ModelError for a config's quantisation that is not read here."""
+    method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+    if quantization and method != MXFP4:
         raise ModelError(
             f"the weights are quantised (quant_method: {method}); only bf16, fp16, fp32 and {MXFP4} weights can be read",
             where=where,

@@ -78,6 +78,10 @@ def no_tokenizer(folder: Path) -> None:
             "needs its own Python code",
         ),
         (lambda folder: add_to_config(folder, quantization_config={"quant_method": "awq"}), "quant_method: awq"),
+        (
+            lambda folder: add_to_config(folder, text_config={"quantization_config": {"quant_method": "gptq"}}),
+            "quant_method: gptq",
+        ),
         (shutil.rmtree, "no such folder"),
     ],
 )
