@@ -20,7 +20,7 @@ from lockstep.config.adapter import keeps_mxfp4
 from lockstep.config.schema import Recipe
 from lockstep.device import allow_repeatable_products, choose_device, prepare_process
 from lockstep.envs.programs import MODEL
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import adopt_starts, attach
 from lockstep.learner.critic import TorchCritic, build_critic
@@ -96,6 +96,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     tokenizer = load_tokenizer(resolved)
     generation: Any = base.generation_config
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
+    _require_rows(base, chat, resolved.name)
     origin = Base.of(base, resolved.name) if recipe.adapter.kind != "none" else None
     model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"), origin)
     numerics: Literal["fp32", "bf16"] = "bf16" if str(dtype).endswith("bfloat16") else "fp32"
@@ -108,6 +109,23 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
         load_weights(model, iter(adopt(policy, weights).items()))
         require_proven(model, parent)
     return policy
+
+
+def _require_rows(model: Any, chat: ChatFormat, name: str) -> None:
+    """Raise ModelError if the tokenizer writes ids that the embedding has no row for: on a GPU they end the whole process.
+
+    Added tokens that no prompt is made of may lie beyond it, such as that for an image (Gemma 3 1B).
+    """
+    rows, added = model.get_input_embeddings().weight.shape[0], chat.tokenizer.added_tokens_decoder
+    usual = (i for i in chat.tokenizer.get_vocab().values() if i not in added)
+    largest = max((*usual, *chat.prefix, chat.template.end_of_turn() or 0))
+    if largest >= rows:
+        token = chat.tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"the tokenizer writes {token!r} as {largest}, but the model's embedding has only {rows} rows",
+            where=name,
+            fix="use the tokenizer that belongs to the model, or call model.resize_token_embeddings and save it again",
+        )
 
 
 def adopt(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
