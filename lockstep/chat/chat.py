@@ -257,9 +257,14 @@ class ChatFormat:
         return ids
 
     def _stop_ids(self, generation_eos: int | Sequence[int] | None) -> TokenIds:
-        found: set[int] = set()
-        if generation_eos is not None:
-            found.update([generation_eos] if isinstance(generation_eos, int) else generation_eos)
+        named = generation_eos if isinstance(generation_eos, (list, tuple)) else [generation_eos]
+        if wrong := [one for one in named if one is not None and type(one) is not int]:
+            raise ChatError(
+                f"generation_config.json names {wrong[0]!r} as eos_token_id, which is not the number of a token",
+                where=where(self.tokenizer),
+                fix="correct eos_token_id in generation_config.json, or delete that file",
+            )
+        found = {one for one in named if isinstance(one, int)}
         found.update(i for i in (self.tokenizer.eos_token_id, self.template.end_of_turn()) if isinstance(i, int))
         if not found:
             raise ChatError(

@@ -206,6 +206,12 @@ def test_stop_ids_hold_the_tokenizers_the_configs_and_the_templates_end() -> Non
     assert ChatFormat(chatml(), Chat(), generation_eos=[0, 7]).stop_ids == (0, 2, 7)
 
 
+def test_an_end_token_that_is_no_number_is_refused() -> None:
+    for wrong in ("two", ["<|im_end|>"], [2, 7.0]):
+        with pytest.raises(ChatError, match="as eos_token_id, which is not the number of a token"):
+            ChatFormat(chatml(), Chat(), generation_eos=wrong)  # type: ignore[arg-type]
+
+
 def test_a_chat_that_nothing_ends_is_refused() -> None:
     tokenizer = qwen_base()
     tokenizer.eos_token = None
