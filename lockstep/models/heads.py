@@ -33,7 +33,7 @@ class Head:
     softcap: float | None = None
     """Gemma 2: softcap * tanh(logits / softcap)."""
     scale: float = 1.0
-    """Cohere multiplies (logit_scale), Granite divides (logits_scaling)."""
+    """Cohere and Falcon-H1 multiply (logit_scale, lm_head_multiplier); Granite divides by logits_scaling, HyperCLOVA X multiplies."""
 
     def slice(self, entries: slice) -> Head:
         """Return the head of a part of the vocabulary."""
@@ -65,8 +65,15 @@ def head_of(model: nn.Module) -> Head:
             fix="choose a model with a linear head",
         )
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    multiplied = _factor(config, "logit_scale") * _factor(config, "lm_head_multiplier")
+    scaling = _factor(config, "logits_scaling")
+    scale = multiplied * scaling if config.model_type == "hyperclovax" else multiplied / scaling
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+
+
+def _factor(config: Any, name: str) -> float:
+    """Return a factor that a config may name."""
+    return float(getattr(config, name, None) or 1.0)
 
 
 def token_logprobs(

@@ -77,6 +77,14 @@ def test_families_that_are_served_pass_within_rounding(family: str) -> None:
     assert require_family(*of(family, **SERVED[family])) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [("falcon_h1", "lm_head_multiplier"), ("hyperclovax", "logits_scaling"), ("granite", "logits_scaling")],
+)
+def test_logits_may_be_scaled_in_the_familys_own_words(family: str, setting: str) -> None:
+    assert require_family(*of(family, **{setting: 0.25})) <= 1e-5
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_that_are_computed_otherwise_are_refused_by_name(family: str) -> None:
     with pytest.raises(ModelError, match=REFUSED[family]) as caught:
