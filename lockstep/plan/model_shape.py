@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "feed_forward_size")
 """Config keys of the width of a dense MLP."""
-EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Config keys of the number of experts of a layer; versions of transformers write one name or another."""
+CHOSEN_NAMES = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+"""Config keys of the number of experts of a token."""
 
 
 def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
@@ -92,7 +94,7 @@ def shape_of_model(model: Any) -> ModelShape:
         parameters=sum(p.numel() for p in model.parameters()),
         linears=layers[0] if alike else tuple(reversed(names.values())),
         experts=experts,
-        experts_per_token=int(words.get("num_experts_per_tok") or words.get("top_k_experts") or 1) if experts else 0,
+        experts_per_token=next((int(words[name]) for name in CHOSEN_NAMES if words.get(name)), 1) if experts else 0,
         grouped=any(kind_of_experts(module) for module in modules.values()),
         qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name in modules),
         window=window,

@@ -97,6 +97,15 @@ def test_experts_in_some_layers_only_are_counted_by_their_modules() -> None:
     assert len(shape.every_linear) == 3 * 4 + 3  # attention of all layers, and one plain MLP
 
 
+@pytest.mark.parametrize(
+    ("family", "chosen", "width"),
+    [("Ernie4_5_Moe", "moe_k", "moe_intermediate_size"), ("AriaText", "moe_topk", "intermediate_size")],
+)
+def test_experts_are_counted_in_the_familys_own_words(family: str, chosen: str, width: str) -> None:
+    shape = shape_of_model(_meta(_config(family, {"moe_num_experts": 6, chosen: 3, width: 32})))
+    assert (shape.experts, shape.experts_per_token, shape.intermediate) == (6, 3, 32)
+
+
 @pytest.mark.parametrize("family", ["GPTBigCode", "CTRL"])
 def test_layers_may_be_called_h(family: str) -> None:
     model = _meta(getattr(hf, f"{family}Config")(n_layer=3, n_head=4, n_embd=64, vocab_size=100))
