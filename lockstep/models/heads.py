@@ -33,7 +33,7 @@ class Head:
     softcap: float | None = None
     """Gemma 2: softcap * tanh(logits / softcap)."""
     scale: float = 1.0
-    """Cohere and Falcon-H1 multiply (logit_scale, lm_head_multiplier); Granite divides by logits_scaling, HyperCLOVA X multiplies."""
+    """Cohere, Falcon-H1 and HyperCLOVA X multiply (logit_scale, lm_head_multiplier, logits_scaling), Granite divides."""
 
     def slice(self, entries: slice) -> Head:
         """Return the head of a part of the vocabulary."""
