@@ -9,7 +9,6 @@ Legend: B rows, V vocabulary, H hidden.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -33,8 +32,6 @@ from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
 from lockstep.types import Completion, Forward, ForwardReport, Request, Sampled, TokenIds, WeightStream
-
-log = logging.getLogger(__name__)
 
 CHUNK = 16
 """Number of decode steps between two checks for finished sequences. The device makes the last of them during the check."""
