@@ -21,8 +21,6 @@ LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-BYTES = 0.5 + 2 / BLOCK
-"""Bytes of a weight, its share of the scale included."""
 
 
 class Nf4Linear(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PACKED_BYTES = 0.5 + 1 / 32
-"""Bytes of a weight in 4 bits with its share of a scale, in NF4 (models.nf4.BYTES) as in MXFP4."""
+"""Bytes of a weight in 4 bits with its share of a scale, in NF4 as in MXFP4."""
 
 
 @dataclass(frozen=True, slots=True)

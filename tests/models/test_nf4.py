@@ -16,8 +16,9 @@ from lockstep.learner.adapters import attach, describe
 from lockstep.learner.learner import TorchLearner
 from lockstep.learner.merge import merged_weights
 from lockstep.loops.start import resume_run, start_run
-from lockstep.models.nf4 import BLOCK, BYTES, LEVELS, Nf4Linear, pack, unpack
+from lockstep.models.nf4 import BLOCK, LEVELS, Nf4Linear, pack, unpack
 from lockstep.models.weights import frozen_names, named_weights
+from lockstep.plan.shapes import PACKED_BYTES
 from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import Sampling
@@ -53,7 +54,7 @@ def test_each_weight_becomes_the_nearest_level(shape: tuple[int, int]) -> None:
 def test_zeros_stay_zeros_and_the_size_is_four_and_a_quarter_bits() -> None:
     codes, scales = pack(torch.zeros(4, 128))
     assert not unpack(codes, scales, (4, 128), torch.bfloat16).any()
-    assert codes.nbytes + scales.nbytes == BYTES * 4 * 128
+    assert codes.nbytes + scales.nbytes == PACKED_BYTES * 4 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
