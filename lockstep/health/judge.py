@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -188,13 +188,3 @@ def _differing(recipe: Recipe) -> tuple[float, str]:
 def outside(rule: Rule, value: float, limit: float) -> bool:
     """Return whether the value is unhealthy; NaN is unhealthy."""
     return math.isnan(value) or (value > limit if rule.side == "above" else value < limit)
-
-
-def replay(recipe: Recipe, rows: Iterable[tuple[int, Mapping[str, float]]], checkpoint_gib: float = 0.0) -> list[Alarm]:
-    """Apply the rules to recorded steps, up to the first that stops the run."""
-    judge, found = HealthJudge(recipe, checkpoint_gib), list[Alarm]()
-    for step, metrics in rows:
-        found += judge.step(step, metrics)
-        if any(alarm.setting.tier == "stop" for alarm in found):
-            break
-    return found

@@ -13,10 +13,11 @@ from lockstep.config.load import load, load_mapping
 from lockstep.config.metric import built_in_rules
 from lockstep.config.schema import Recipe
 from lockstep.errors import ConfigError
-from lockstep.health.judge import Alarm, HealthJudge, replay
+from lockstep.health.judge import Alarm, HealthJudge
 from lockstep.health.rules import health_lines
 from lockstep.health.smoke import SmokeGate
 from lockstep.track.catalogue import Judge, find
+from tests.health.replay import replay
 
 DEFAULTS = Recipe()
 SETTINGS = {rule.name: setting for rule, setting in DEFAULTS.health.in_force()}

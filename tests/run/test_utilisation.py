@@ -7,9 +7,9 @@ import pytest
 
 from lockstep.config.load import load
 from lockstep.config.metric import built_in_rules
-from lockstep.health.judge import replay
 from lockstep.run import utilisation
 from lockstep.run.utilisation import Utilisation, gpu_reader
+from tests.health.replay import replay
 
 
 def test_a_process_that_computes_is_busy_and_one_that_sleeps_is_not() -> None:
