@@ -17,8 +17,7 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import CheckpointError, CorruptCheckpointError
-from lockstep.models.cache import sha256_of
-from lockstep.track.files import sync_to_disk
+from lockstep.models.cache import sha256_of, sync_to_disk
 
 COMMIT = "COMMIT.json"
 FORMAT = "lockstep-checkpoint-1"

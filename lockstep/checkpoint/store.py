@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.checkpoint.manifest import commit, read_manifest, verify
 from lockstep.config.schema import Json
 from lockstep.errors import CheckpointError, CorruptCheckpointError
-from lockstep.track.files import sync_to_disk
+from lockstep.models.cache import sync_to_disk
 from lockstep.track.places import checkpoints_of
 
 log = logging.getLogger(__name__)

@@ -55,13 +55,13 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         }
         (fresh / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
         for path in fresh.iterdir():
-            _flush(path)
+            sync_to_disk(path)
         fresh.rename(folder)
-        _flush(folder.parent)
+        sync_to_disk(folder.parent)
 
 
-def _flush(path: Path) -> None:
-    """Put a file's bytes, or a folder's entries, on the disk: a rename alone survives no power cut."""
+def sync_to_disk(path: Path) -> None:
+    """fsync a file, or a folder so that a rename in it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

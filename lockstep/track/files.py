@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.errors import RunDirectoryError, StorageError
+from lockstep.models.cache import sync_to_disk
 
 TEMPORARY = ".*.tmp"
 """Glob of what an interrupted write leaves behind."""
@@ -136,15 +137,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace the file's content at once. Text is UTF-8. Raises StorageError."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-
-
-def sync_to_disk(path: Path) -> None:
-    """fsync a file, or a folder so that a rename in it survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_temporary(folder: Path) -> int:
