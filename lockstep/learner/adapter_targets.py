@@ -14,8 +14,8 @@ from lockstep.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Config keys for the number of experts of a layer."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Config keys for the number of experts of a layer; versions of transformers write one name or another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.config.adapter import keeps_mxfp4
 from lockstep.errors import ModelError
+from lockstep.learner.adapter_targets import EXPERTS
 from lockstep.models.decoder import even_heads
 from lockstep.models.known import kind_of_experts
 from lockstep.models.load import structure
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "feed_forward_size")
 """Config keys of the width of a dense MLP."""
-EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys of the number of experts of a layer; versions of transformers write one name or another."""
 CHOSEN_NAMES = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 """Config keys of the number of experts of a token."""
 
@@ -77,7 +76,7 @@ def shape_of_model(model: Any) -> ModelShape:
     layers = [_linears(layer) for layer in blocks]
     alike = all(one == layers[0] for one in layers)
     names = {linear.name: linear for one in reversed(layers) for linear in reversed(one)}
-    experts = next((int(words[name]) for name in EXPERT_NAMES if words.get(name)), 0)
+    experts = next((int(words[name]) for name in EXPERTS if words.get(name)), 0)
     width = words.get("moe_intermediate_size") if experts else None
     window, windowed = _windows(words)
     modules = dict(model.get_decoder().named_modules())
