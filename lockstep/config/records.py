@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from lockstep.config.section import Json, Section
+from lockstep.config.section import Json, Section, ShortSection
 
 Mode: TypeAlias = Literal["auto", "online", "offline", "off"]
 
@@ -38,8 +38,10 @@ class Save(Section):
     """Also keep the checkpoint with the highest value of this metric. Example: eval/greedy/accuracy"""
 
 
-class Sink(Section):
+class Sink(ShortSection):
     """A tracker. A text is short for its name: `track.sinks: [wandb]`."""
+
+    SHORT = "name"
 
     name: str = Field(pattern=r"^([a-z][a-z0-9_-]*|.+\.py:\w+)$")
     """wandb, trackio, tensorboard, mlflow, swanlab; a name that a package registers as entry point in the group
@@ -49,11 +51,6 @@ class Sink(Section):
     online where a key or a server is known, else offline."""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the tracker: of wandb arguments of wandb.init, of mlflow uri, of your own class what it takes."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @classmethod
     def named(cls, name: str) -> dict[str, object]:
