@@ -139,12 +139,11 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
-def remove_temporary(folder: Path) -> int:
-    """Remove what interrupted writes left in `folder`; returns how many. For the holder of the run's lock only."""
+def remove_temporary(folder: Path) -> None:
+    """Remove what interrupted writes left in `folder`. For the holder of the run's lock only."""
     leftovers = [path for path in folder.glob(TEMPORARY) if not path.is_dir()] if folder.is_dir() else []
     for leftover in leftovers:
         leftover.unlink()
-    return len(leftovers)
 
 
 def _not_plain(path: Path) -> RunDirectoryError:
