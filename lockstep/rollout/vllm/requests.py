@@ -8,7 +8,7 @@ string are cut off, ids and log-probabilities alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.config.vllm import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
 from lockstep.errors import DEFECT, EngineError
@@ -48,8 +48,6 @@ class Pending:
     request: Request
     searched: int = 0
     """Tokens already searched for stop strings."""
-    key: str = field(default="")
-    """Its name in vLLM."""
 
 
 def check_servable(request: Request, version: int, longest: int) -> None:
