@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -40,8 +39,6 @@ class Tool:
     """JSON schema of the arguments: an object."""
     function: Callable[..., object]
     check: Check
-    file: Path | None = None
-    """File of the function, for messages."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -87,9 +84,9 @@ def _built(settings: schema.Tool | schema.McpServer) -> list[Tool]:
 def build_tool(settings: schema.Tool) -> Tool:
     """Return a function with its schema from the settings, or else from its signature and docstring."""
     if settings.path in BUILT_IN:
-        function, file = BUILT_IN[settings.path], None
+        function = BUILT_IN[settings.path]
     else:
-        found, file = load_object(settings.path), Path(settings.path.rpartition(":")[0]).expanduser()
+        found = load_object(settings.path)
         if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
             raise TaskError(
                 "the path does not name a plain function",
@@ -105,7 +102,7 @@ def build_tool(settings: schema.Tool) -> Tool:
     else:
         parameters, check = settings.parameters, _by_schema(settings.parameters, settings.path)
     name = settings.name or str(getattr(function, "__name__", "tool"))
-    return Tool(name, settings.description or summary, parameters, function, check, file)
+    return Tool(name, settings.description or summary, parameters, function, check)
 
 
 def run_call(tools: Mapping[str, Tool], call: Call | BadCall) -> Result:
