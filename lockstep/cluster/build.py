@@ -46,10 +46,7 @@ def place_parts(
     weights: Mapping[str, Tensor] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Parts:
-    """Build everything that a training run needs; see `build_parts`. Processes that are started end with `stack`.
-
-    `folder` is that of the run.
-    """
+    """Build all parts of a training run; see `build_parts`. `folder` is the run's; processes started end with `stack`."""
     if isinstance(recipe.placement, Local):
         return build_parts(recipe, task, weights, say)
     require_devices(recipe)

@@ -22,7 +22,7 @@ from lockstep.noise.targets import find_targets
 from lockstep.sync.compare import RankProof
 from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
-from lockstep.types import Batch, Proof, TokenIds, TrainSequence
+from lockstep.types import Batch, NativeRollouts, Proof, TokenIds, TrainSequence
 
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 """The driver waits with deadlines of its own; a second, shorter clock would only hide what it has to say."""
@@ -61,6 +61,8 @@ class Worker(Sampler):
         """Do this rank's part of a round. `batch` has its sequences alone, which are those at `places` in the whole batch."""
         own = dict(zip(places, batch.sequences, strict=True))
         whole = tuple(own.get(place, _OTHER) for place in range(max(places, default=-1) + 1))
+        if isinstance(self.engine, NativeRollouts):
+            self.engine.forget()  # all episodes have ended, and an update needs the memory
         self.learner.train_round(replace(batch, sequences=whole), self._objective.loss, places, number, dealt)
 
     def save(self) -> tuple[WeightsFile, Mapping[str, str], Mapping[str, int]]:
