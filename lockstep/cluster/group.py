@@ -175,7 +175,7 @@ class GroupEngine:
         self._asked = [0] * self.workers
         """Calls under way of each worker."""
         self._prompts: dict[str, int] = {}
-        """Worker of each prompt."""
+        """Worker of each prompt of this version: it may keep keys and values for later turns while all environments work."""
         self._held = [0.0] * self.workers
         """Seconds in which each worker's engine waited for grades."""
 
@@ -205,7 +205,6 @@ class GroupEngine:
             yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
             if between is not None:
                 between()
-        self._prompts.clear()
         self._held = [0.0] * self.workers
 
     def _deal(self) -> None:
@@ -257,6 +256,7 @@ class GroupEngine:
     def load(self, weights: WeightStream, version: int) -> None:
         """Become `version`: the workers' engines read their learners' weights."""
         check_idle(len(self._queue) + sum(map(len, (*self._open, *self._outbox))), version)
+        self._prompts.clear()
         self.version = version
 
     def fingerprints(self) -> Fingerprints:

@@ -31,12 +31,14 @@ class Stub:
         self.calls: list[list[list[Request]]] = [[], []]
         self.dropped = 0
         self.sent: list[list[Request]] = []
+        self.rank_of: dict[str, int] = {}
         self.methods: list[list[str]] = [[], []]
 
     def start(self, ranks: list[int], method: str, requests: Sequence[Request] = (), seconds: float = 0.0) -> None:
         (rank,) = ranks
         self.calls[rank].append([*requests])
         self.sent += [[*requests]] if requests else []
+        self.rank_of |= {request.id: rank for request in requests}
         self.methods[rank].append(method)
 
     def results(self, seconds: float) -> dict[int, Any]:
@@ -66,6 +68,18 @@ def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_mo
     assert stub.dropped == 1
     engine.submit(requests)
     assert sorted(one.request.id for one in engine.completed()) == [one.id for one in requests]
+
+
+def test_a_later_turn_goes_where_the_first_went(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """That worker has the keys and values, also when all episodes have waited for their environments at the same time."""
+    stub: Any = Stub()
+    engine = GroupEngine(stub, recipe(tmp_path, tiny_model_dir))
+    engine.load(iter(()), 0)
+    for turn in ("", "/1", "/2"):
+        for number in (2, 1, 0) if turn else (0, 1, 2):  # environments answer in another order, one by one
+            engine.submit([Request(f"task/{number}#0{turn}", (3,), "", 0, Sampling(4), 0, keep=True)])
+            assert len(list(engine.completed())) == 1
+    assert [stub.rank_of[f"task/{number}#0{turn}"] for turn in ("", "/1", "/2") for number in range(3)] == [0, 1, 0] * 3
 
 
 def test_what_grading_adds_is_what_the_slowest_worker_waits(tmp_path: Path, tiny_model_dir: Path) -> None:
