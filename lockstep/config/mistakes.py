@@ -29,6 +29,9 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """The settings of ours that a name of another system may mean."""
 
+MEANT: Mapping[str, str] = {"gpu": "cuda"}
+"""Values that people write, and ours: by spelling alone another one is nearer (cpu)."""
+
 SHOWN = 100
 """Number of mistakes that are explained; the rest are only counted."""
 
@@ -164,8 +167,9 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
             expected = str(context.get("expected_tags", context.get("expected"))).replace(" or ", ", ")
             choices = re.findall(r"[^', ]+", expected)
             is_key = detail["loc"][-1] == "[key]"
-            near = _did_you_mean(_close(detail["input"] if is_key else value, choices, 0.5))
-            return f"{'the key ' if is_key else ''}must be {' or '.join(choices)}{near}"
+            meant = MEANT.get(_folded(value))
+            near = [meant] if meant in choices else _close(detail["input"] if is_key else value, choices, 0.5)
+            return f"{'the key ' if is_key else ''}must be {' or '.join(choices)}{_did_you_mean(near)}"
         case "int_type" | "int_parsing" | "int_from_float":
             return "must be a whole number"
         case "float_type" | "float_parsing":

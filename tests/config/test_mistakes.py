@@ -51,6 +51,8 @@ health: {warn_unscored: 0.5}
     ("arg", "hint"),
     [
         ("stepz=3", "did you mean steps?"),
+        ("device=gpu", "did you mean cuda?"),
+        ("device=GPU", "did you mean cuda?"),
         ("optimiser.lr=1", "did you mean optimizer?"),
         ("rollout.max_token=3", "did you mean rollout.max_tokens?"),
         ("Rollout.slots=3", "did you mean rollout?"),
