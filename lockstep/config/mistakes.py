@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
+from lockstep.config.foreign_settings import SYSTEMS, table
 from lockstep.config.help import groups, item_annotation, variants
 from lockstep.config.schema import TAG, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, quoted
@@ -143,7 +144,8 @@ def _mistake(attempt: Attempt, detail: ErrorDetails) -> _Mistake:
         else:
             in_branch = isinstance(part, str) and part != "[key]"
     if detail["type"] == "extra_forbidden":
-        return _Mistake(at, _no_such(attempt.model, at, section))
+        foreign = "" if at[-1] in ELSEWHERE else _foreign(at, _lookup(attempt.given, at)[1])
+        return _Mistake(at, foreign or _no_such(attempt.model, at, section))
     value = _lookup(attempt.given, at)[1]
     keys = [str(key) for key in value] if isinstance(value, Mapping) else []
     if detail["type"] == "union_tag_not_found" and (near := _close(TAG, keys)):
@@ -167,7 +169,7 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
             expected = str(context.get("expected_tags", context.get("expected"))).replace(" or ", ", ")
             choices = re.findall(r"[^', ]+", expected)
             is_key = detail["loc"][-1] == "[key]"
-            meant = MEANT.get(_folded(value))
+            meant = MEANT.get(_folded(value), "")
             near = [meant] if meant in choices else _close(detail["input"] if is_key else value, choices, 0.5)
             return f"{'the key ' if is_key else ''}must be {' or '.join(choices)}{_did_you_mean(near)}"
         case "int_type" | "int_parsing" | "int_from_float":
@@ -185,6 +187,9 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
             return "must be a list" + (f": write [{value}]" if isinstance(value, str) and value.isalnum() else "")
         case "dict_type" | "model_type" | "model_attributes_type":
             kinds = [kind for kind in variants(annotation) if kind]
+            if isinstance(value, str) and value.endswith(".py") and "python" in kinds:
+                name = "grade" if detail["loc"][-1] == "verifier" else "NAME"
+                return f"must name the function or class in that file: {value}:{name}"
             if isinstance(value, str) and kinds:
                 return f"must be {' or '.join(kinds)}{_did_you_mean(_close(value, kinds, 0.5))}"
             return "must be a mapping of settings"
@@ -201,6 +206,38 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
             return f"must have {context['max_length']} items, has {context['actual_length']}"
         case _:
             return one_line(detail["msg"][0].lower() + detail["msg"][1:])
+
+
+def _foreign(at: At, value: object) -> str:
+    """Return the reason for a setting by its whole name in another system, or for a mapping of such; "" if it is none."""
+    meant = [text for name in _leaves(dotted(at), value) if (text := _meaning(name))]
+    if not meant:
+        return ""
+    more = f"; and {len(meant) - 3} more: `lockstep config translate` takes the whole file" if len(meant) > 3 else ""
+    return f"no such setting; {'; '.join(meant[:3])}{more}"
+
+
+def _leaves(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{name}.{key}", item)
+    else:
+        yield name
+
+
+def _meaning(name: str) -> str:
+    """Return what a dotted name means, whole (actor_rollout_ref.rollout.n) or its end (rollout.n); "" if it is not known."""
+    if "." not in name:  # plain names: aliases.yaml
+        return ""
+    named = [(s, one, known) for s, entries in table().items() for one in entries for known in (one.name, *one.old)]
+    whole = [(system, entry) for system, entry, known in named if known == name]
+    ends = [(system, entry) for system, entry, known in named if known.endswith(f".{name}")]
+    for system, entry in [*whole, *ends][:1]:
+        if entry.ours:
+            return f"{name} of {SYSTEMS[system]} is {entry.ours} here" + (f" ({entry.unit})" if entry.unit else "")
+        if why := entry.missing or entry.here:
+            return f"{name} of {SYSTEMS[system]} has no counterpart: {why}"
+    return ""
 
 
 def _no_such(model: type[Recipe], at: At, section: type[Section] | None) -> str:

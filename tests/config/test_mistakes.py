@@ -89,8 +89,11 @@ def test_names_of_other_systems_lead_to_settings_that_exist() -> None:
     [
         (
             "actor_rollout_ref.actor.clip_ratio_low",
-            "actor_rollout_ref",
-        ),  # the first name that is unknown is the one refused
+            "actor_rollout_ref.actor.clip_ratio_low of verl is algorithm.loss.clip_low here",
+        ),
+        ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.n of verl is samples_per_prompt here"),
+        ("rollout.n", "rollout.n of verl is samples_per_prompt here"),
+        ("actor.num_nodes", "actor.num_nodes of OpenRLHF has no counterpart: one machine"),
         ("algorithm.clip_ratio_low", "algorithm.loss.clip_low"),
         ("epsilon_high", "algorithm.loss.clip_high"),
         ("loss_agg_mode", "algorithm.aggregation"),
@@ -118,6 +121,21 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
     (line,) = mistakes(f"{name}=1")
     assert ours in line
     assert "no such setting" in line
+
+
+def test_a_section_of_another_system_names_its_settings_here(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("data: {train_batch_size: 8, seed: 1, prompt_key: q, max_response_length: 64, zzz: 1}\n")
+    (line,) = mistakes(str(file))
+    assert "data.train_batch_size of verl is prompts_per_step here (prompts); data.seed of verl is seed here; " in line
+    assert line.endswith("; and 1 more: `lockstep config translate` takes the whole file")
+
+
+def test_a_python_file_without_its_function_is_told_the_form() -> None:
+    assert mistakes("task.verifier=own.py", "algorithm.loss=my/own.py") == [
+        'task.verifier="own.py": must name the function or class in that file: own.py:grade',
+        'algorithm.loss="my/own.py": must name the function or class in that file: my/own.py:NAME',
+    ]
 
 
 @pytest.mark.parametrize(
