@@ -69,12 +69,8 @@ def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
     the same reply not the same twice."""
     if not isinstance(verifier, UserGrader):
         return []
-    forms = [right_reply(verifier, prompt) or ""]
-    name = "the boxed reference"
-    if not isinstance(verifier, UserFunction):  # written for prompts of its own, which say how to write the answer
-        forms += [form.format(prompt.answer) for form in FORMS]
-        name = "the reference in its best form"
-    scores = [(verifier.grade(prompt, form).reward, form) for form in forms]
+    name = "the reference in its best form"
+    scores = _reference_scores(verifier, prompt)
     due, right = max(scores, key=lambda pair: -math.inf if pair[0] is None else pair[0])
     again = verifier.grade(prompt, right).reward
     found = []
@@ -88,13 +84,20 @@ def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
     return found
 
 
+def _reference_scores(verifier: Verifier, prompt: Prompt) -> list[tuple[float | None, str]]:
+    """Return the rewards of replies with the reference, boxed and in other forms: a function of one's own may read just one."""
+    forms = [right_reply(verifier, prompt) or "", *(form.format(prompt.answer) for form in FORMS)]
+    return [(verifier.grade(prompt, form).reward, form) for form in forms]
+
+
 def scored_garbage(verifier: Verifier, prompt: Prompt) -> str:
     """Return the evidence that a user's grader rewards every garbage reply about as much as the reference, else ""."""
     if not isinstance(verifier, UserFunction):  # the others must score 0: see self_test
         return ""
-    replies = [right_reply(verifier, prompt) or "", *GARBAGE]
-    due, *scores = [verifier.grade(prompt, reply).reward for reply in replies]
-    if due is None or due <= 0 or any(score is None or score <= 0 or score < NEARLY * due for score in scores):
+    known = [score for score, _ in _reference_scores(verifier, prompt) if score is not None]
+    due = max(known, default=0.0)
+    scores = [verifier.grade(prompt, reply).reward for reply in GARBAGE]
+    if due <= 0 or any(score is None or score <= 0 or score < NEARLY * due for score in scores):
         return ""
     return f"{shown(prompt.id)}: {', '.join(map(repr, GARBAGE))} score {scores}, the reference {due:g}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.mutations import COUNT, right_reply, wrong_replies
 from lockstep.verifiers.normalise import normalise_text
 from lockstep.verifiers.python import UserFunction
-from lockstep.verifiers.selftest import oddities, self_test
+from lockstep.verifiers.selftest import oddities, scored_garbage, self_test
 
 CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"kind": "numeric"}, ["42", "0", "-3/4", "1", "0.5", "1e3", "50\\%", "-1", "1000000"]),
@@ -106,5 +107,16 @@ def test_oddities_of_a_grader_of_ones_own_are_told(tmp_path):
         return oddities(verifier, Prompt("t/1", (), "42"))
 
     assert told("good") == []
-    assert told("pays_all")[0] == "t/1: an empty reply scores 1, as the boxed reference or more (1)"
-    assert told("counts")[0] == "t/1: the boxed reference scores 0.0, and 1.0 when it is graded again"
+    assert told("pays_all")[0] == "t/1: an empty reply scores 1, as the reference in its best form or more (1)"
+    assert told("counts")[0] == "t/1: the reference in its best form scores 5.0, and 6.0 when it is graded again"
+
+
+def test_a_grader_that_reads_the_bare_answer_alone_is_not_odd(tmp_path):
+    """The README's own example: it takes the last word, and a boxed answer is no number."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    code = next(part for part in readme.split("```python\n") if part.startswith("def grade")).partition("```")[0]
+    (tmp_path / "own.py").write_text(code + "\ndef generous(prompt, reply): return max(0.1, grade(prompt, reply))\n")
+    for name in ("grade", "generous"):  # the second pays a little for anything, the reference in a box included
+        verifier = build_verifier(schema.PythonVerifier(path=f"{tmp_path}/own.py:{name}", workers=1))
+        assert oddities(verifier, Prompt("t/1", (), "3000")) == []
+        assert scored_garbage(verifier, Prompt("t/1", (), "3000")) == ""
