@@ -77,6 +77,8 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
     ("line", "problem"),
     [
         ("{", "malformed JSON: Expecting property name"),
+        ('{"prompt": "p", "answer": 1, "answer": 2}', "malformed JSON: the key 'answer' occurs twice, with 1 and 2"),
+        ('{"prompt": [{"role": "user", "role": "system"}]}', "malformed JSON: the key 'role' occurs twice, with 'user' and 'system'"),
         ('{"prompt": "p", "answer": NaN}', "malformed JSON: NaN is not a JSON number"),
         ('{"prompt": "p", "answer": 1e999}', "'answer' is inf, not a finite number"),
         ('{"prompt": "p", "answer": ' + "9" * 5000 + "}", "malformed JSON: Exceeds the limit"),
@@ -221,3 +223,10 @@ def test_a_parquet_file_of_a_kilobyte_does_not_unfold_into_gigabytes(tmp_path):
     assert path.stat().st_size < 10_000
     done = subprocess.run([sys.executable, "-c", UNFOLD, str(path)], capture_output=True, text=True, check=False)
     assert done.stdout == "9000000000\n", done.stderr
+
+
+def test_a_list_of_objects_with_a_key_twice_is_refused(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('[{"prompt": "p", "answer": "4"}, {"prompt": "p", "answer": "5", "answer": "6"}]')
+    with pytest.raises(DataError, match=r"the key 'answer' occurs twice, with '5' and '6'"):
+        list(read_rows(file))
