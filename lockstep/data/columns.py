@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any, assert_never
 
@@ -154,7 +155,7 @@ def answer_of(values: Mapping[str, object], columns: Columns) -> str:
     if columns.whole and place == "answer" and values.get(place) is None:
         return ""
     value = value_at(values, place)
-    if columns.whole and not isinstance(value, str | int | float):
+    if columns.whole and not isinstance(value, str | int | float | Decimal):
         return json.dumps(value, ensure_ascii=False, default=repr)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"{columns.answer!r} is {value}, not a finite number")
@@ -241,6 +242,8 @@ def _extracted(text: str, extract: Extract, column: str) -> str:
 
 
 def _written(value: object, column: str) -> str:
+    if isinstance(value, Decimal):  # parquet has a type for them
+        return format(value, "f")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"{column!r} must be text or a number, this is {kind_of(value)}")
     return value if isinstance(value, str) else repr(value)

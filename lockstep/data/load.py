@@ -234,12 +234,14 @@ class Rows:
         more = "; the first reasons" if sum(count for _, count in tally.reasons.values()) < tally.bad else ""
         first = "the first " if tally.hopeless else ""
         fix = f"correct or remove these rows, or set {self._with(on_bad_row='drop')}"
-        if tally.unreadable == tally.read and not self.located.generator:
+        if tally.unreadable == tally.read and self.located.generator:
+            fix = "let the generator yield a dict of column to value for each row"
+        elif tally.unreadable == tally.read:
             table = all(file.suffix.lower() == ".csv" for file in self.located.files)
             fix = (
                 "save the file as UTF-8, every quotation closed, and each row with as many fields as the header"
                 if table
-                else "save the file as UTF-8 with one JSON object a line"
+                else "save the file as UTF-8 with one JSON object a line, each key once"
             )
         elif tally.bad == tally.read:
             fix = f"set the columns of the question and the answer: {self._with(prompt='COLUMN', answer='COLUMN')}"

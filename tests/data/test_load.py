@@ -67,6 +67,11 @@ def test_the_fix_is_about_columns_only_if_a_row_has_any(tmp_path: Path, name: st
     assert fix in refusal(opened(tmp_path / name))
 
 
+def test_rows_of_a_generator_that_are_no_mappings_are_not_answered_with_columns(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def rows():\n    yield from (['p', 1], ['q', 2])\n")
+    assert "to fix: let the generator yield a dict of column to value" in refusal(opened(f"{tmp_path}/own.py:rows"))
+
+
 def test_csv_rows_that_are_bad_are_named_by_line(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes(b'prompt,answer\n"one\ntwo",1\nthree\n\nfour,4,4\n\xff,5\n"six"x,6\nseven,7\n')
