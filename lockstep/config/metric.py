@@ -6,6 +6,8 @@ not been measured on many runs yet.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
@@ -150,6 +152,30 @@ def metrics() -> tuple[MetricInfo, ...]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast, where libyaml is there
     read = TypeAdapter(dict[str, MetricInfo]).validate_python(loader(TABLE.read_text("utf-8")).get_single_data())
     return tuple(info.model_copy(update={"name": name}) for name, info in read.items())
+
+
+@cache
+def find(name: str) -> MetricInfo | None:
+    """Return the metric of that name; patterns match too: eval/<mode>/accuracy describes eval/greedy/accuracy."""
+    exact = [info for info in metrics() if info.name == name]
+    fitting = [info for info in metrics() if "<" in info.name and _pattern(info.name).fullmatch(name)]
+    return next(iter([*exact, *fitting]), None)
+
+
+def hint(name: str) -> str:
+    """Return the nearest names to one that no metric has, or the groups."""
+    names = [info.name for info in metrics()]
+    tails = [full for full in names if full.rpartition("/")[2] == name]
+    near = list(dict.fromkeys([*tails, *difflib.get_close_matches(name, names, n=3)]))
+    groups = dict.fromkeys(info.group for info in metrics())
+    return f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(groups)}"
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+    )
 
 
 class Elsewhere(Section):

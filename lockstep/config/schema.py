@@ -25,6 +25,7 @@ from lockstep.config.evaluate import LmEvalSet as LmEvalSet
 from lockstep.config.evaluate import NoStop as NoStop
 from lockstep.config.evaluate import Plateau as Plateau
 from lockstep.config.health import Health as Health
+from lockstep.config.metric import find, hint
 from lockstep.config.numerics import PHASES, Numerics
 from lockstep.config.numerics import Noise as Noise
 from lockstep.config.openenv import OpenEnvTask as OpenEnvTask
@@ -409,8 +410,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _best_is_decided_by_what_may_decide(self) -> Self:
-        if self.save.keep_best and (mistake := decision_mistake(self.eval, self.save.keep_best)):
-            raise ValueError(f"save.keep_best={self.save.keep_best}: {mistake}")
+        name = self.save.keep_best
+        if name and (mistake := decision_mistake(self.eval, name)):
+            raise ValueError(f"save.keep_best={name}: {mistake}")
+        if name and not name.startswith("eval/") and find(name) is None:
+            raise ValueError(f"save.keep_best={name}: no such metric; {hint(name)}")
         return self
 
     @model_validator(mode="after")

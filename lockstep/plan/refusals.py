@@ -26,7 +26,6 @@ from lockstep.plan.disk import require_room
 from lockstep.plan.epochs import short_horizon
 from lockstep.plan.model_shape import meta_model
 from lockstep.plan.preview import Preview, config_folder
-from lockstep.track.catalogue import explain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -247,14 +246,10 @@ def _extreme_rl(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _best_metric(recipe: Recipe) -> None:
-    """Raise ConfigError if save.keep_best names no metric of this loop of which more is better."""
+    """Raise ConfigError if save.keep_best, which names a metric, names none of this loop of which more is better."""
     name = recipe.save.keep_best
     if name is None or name.startswith("eval/"):  # those the recipe's own validation knows
         return
-    try:
-        explain(name)
-    except ConfigError as error:
-        raise ConfigError([f"save.keep_best: {each}" for each in error.mistakes], fix=error.fix) from None
     good = BETTER[recipe.loop]
     if not re.fullmatch("|".join(good), name):
         shown = ", ".join(["eval/greedy/accuracy", *(each for each in good if "[" not in each)])

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Literal, TypeAlias
 
-from lockstep.config.metric import SOLVED, Drift, MetricInfo, Range
+from lockstep.config.metric import SOLVED, Drift, MetricInfo, Range, find, hint
 from lockstep.config.metric import metrics as all_metrics
 from lockstep.errors import ConfigError
 
@@ -26,23 +23,11 @@ Verdict: TypeAlias = Literal["ok", "warn", ""]
 """warn: outside the healthy range, or not a finite number; "": there is no range to judge by."""
 
 
-@cache
-def find(name: str) -> MetricInfo | None:
-    """Return the metric of that name; patterns match too: eval/<mode>/accuracy describes eval/greedy/accuracy."""
-    exact = [info for info in all_metrics() if info.name == name]
-    fitting = [info for info in all_metrics() if "<" in info.name and _pattern(info.name).fullmatch(name)]
-    return next(iter([*exact, *fitting]), None)
-
-
 def explain(name: str) -> MetricInfo:
     """Return the metric of that name. Raises ConfigError with the nearest names if there is none."""
     info = find(name)
     if info is None:
-        names = [info.name for info in all_metrics()]
-        tails = [full for full in names if full.rpartition("/")[2] == name]
-        near = list(dict.fromkeys([*tails, *difflib.get_close_matches(name, names, n=3)]))
-        hint = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(_groups())}"
-        raise ConfigError([f"no such metric: {name}; {hint}"], fix="`lockstep metrics list` shows all names")
+        raise ConfigError([f"no such metric: {name}; {hint(name)}"], fix="`lockstep metrics list` shows all names")
     return info
 
 
@@ -140,7 +125,7 @@ def metrics_markdown() -> str:
         "",
         "This page is generated: `lockstep metrics list --markdown > docs/metrics.md`.",
     ]
-    for group in _groups():
+    for group in dict.fromkeys(info.group for info in all_metrics()):
         lines += [
             "",
             f"## {group}",
@@ -160,14 +145,3 @@ def healthy_text(info: MetricInfo, own: Range | None = None) -> str:
     rules = [rule for rule in (healthy, info.drift) if rule is not None]
     text = "; ".join(f"{rule} ({rule.source})" for rule in rules) or "–"
     return f"{text}, while less than {SOLVED:.0%} of replies are correct" if info.unsolved else text
-
-
-def _groups() -> list[str]:
-    return list(dict.fromkeys(info.group for info in all_metrics()))
-
-
-@cache
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(
-        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
-    )

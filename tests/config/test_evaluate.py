@@ -77,6 +77,15 @@ def test_no_decision_hangs_on_what_may_not_decide(metric: str, says: str) -> Non
         assert says in str(caught.value), setting
 
 
+@pytest.mark.parametrize(
+    ("metric", "says"), [("reward/maen", "did you mean reward/mean"), ("foo", "groups are reward, answer")]
+)
+def test_the_best_is_not_kept_by_a_metric_that_does_not_exist(metric: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([f"save.keep_best={metric}"])
+    assert f"save.keep_best={metric}: no such metric; {says}" in str(caught.value)
+
+
 def test_what_may_decide_is_taken_and_survives_a_saved_recipe(tmp_path: Any) -> None:
     stop = "eval.stop={kind: plateau, metric: eval/ood_probe.sampled/accuracy}"
     recipe = load([SETS, "save.keep_best=eval/ood_probe.greedy/accuracy", stop])

@@ -41,7 +41,6 @@ TABLE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, ("steps=200", "epochs=1", "task.heldout_rows=0", "eval.enabled=false"), "short_horizon", "end after 20 steps"),
     ({}, ("steps=200", "epochs=1.5"), "short_horizon", "1.5 passes over 32 rows, 2 per step, end after 24 steps"),
     ({}, ("steps=1000000000", "eval.enabled=false"), "disk", "of disk"),
-    ({}, ("save.keep_best=reward/maen",), "best_metric", "no such metric: reward/maen; did you mean reward/mean"),
     ({}, ("save.keep_best=loss/policy",), "best_metric", "a higher value is not better"),
     ({}, ("save.keep_best=validation/logprob",), "best_metric", "or the run does not measure it"),
     ({}, ("optimizer.weight_decay=1000", "optimizer.lr=0.0005"), "extreme", "takes 50% of every matrix in each"),
