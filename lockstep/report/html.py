@@ -20,6 +20,7 @@ from lockstep.report.data import page_data
 from lockstep.report.figures import figures, marks
 from lockstep.report.gather import RunFacts, gather
 from lockstep.report.tables import short
+from lockstep.track.console import duration
 from lockstep.track.files import write_atomic
 from lockstep.track.rollouts import RolloutRow
 from lockstep.track.rundir import RunDirectory, ancestors
@@ -108,7 +109,7 @@ def _when(records: Sequence[StepRecord]) -> list[str]:
         return ["no step yet"]
     first, last = records[0].time, records[-1].time
     seconds = (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
-    return [f"{first[:16].replace('T', ' ')} UTC", f"{seconds / 60:.1f} min from the first row to the last"]
+    return [f"{first[:16].replace('T', ' ')} UTC", f"{duration(seconds)} from the first row to the last"]
 
 
 def _recipe_facts(run: RunFacts) -> list[Fact]:

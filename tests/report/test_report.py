@@ -17,7 +17,7 @@ from lockstep.evaluation.records import score_path, write_score
 from lockstep.report import tables
 from lockstep.report.figures import marks
 from lockstep.report.gather import choose_samples, find_outside, gather
-from lockstep.report.html import asset, digest, write_report
+from lockstep.report.html import _when, asset, digest, write_report
 from lockstep.track.rollouts import read_rollouts, write_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import Event, RunWriter, StepRecord
@@ -382,3 +382,9 @@ def test_the_page_draws_its_charts_and_runs_nothing_else(tmp_path: Path) -> None
         assert "step" in page.locator(".tip:visible").first.inner_text()
     assert wide
     assert told == []
+
+
+def test_a_run_of_seconds_does_not_take_0_minutes() -> None:
+    times = ("2026-01-01T10:00:00.000Z", "2026-01-01T10:00:02.700Z")
+    records = [StepRecord(step, 1, time, {}) for step, time in enumerate(times)]
+    assert _when(records)[1] == "3s from the first row to the last"
