@@ -13,7 +13,8 @@ ADVANTAGE = "with an advantage"
 
 COUNTS = """
 WITH chosen AS (
-  SELECT *, min(reward) OVER g AS lowest, max(reward) OVER g AS highest, max(abs(advantage)) OVER g AS most
+  SELECT *, min(reward) OVER g AS lowest, max(reward) OVER g AS highest, max(abs(advantage)) OVER g AS most,
+    avg(reward) OVER g AS middle
   FROM rollouts WHERE run = ? AND step BETWEEN ? AND ?
   WINDOW g AS (PARTITION BY step, prompt_id)
 )
@@ -22,6 +23,7 @@ SELECT step, CASE
   WHEN reward IS NULL THEN 'unscored'
   WHEN advantage <> 0 THEN 'advantage'
   WHEN lowest = highest THEN 'equal'
+  WHEN most > 0 AND abs(reward - middle) < 1e-9 THEN 'mean'  -- also of replies that were cut off: they may be trained
   WHEN finish = 'length' THEN 'cut'
   WHEN most = 0 THEN 'unused'
   ELSE 'mean' END AS fate, count(*) AS count

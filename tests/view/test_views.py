@@ -36,6 +36,19 @@ def test_the_funnel_counts_every_reply_once_and_names_each_loss(viewer: Viewer) 
     assert {one.label: one.y for one in found.by_step.series}["with an advantage"] == (3.0, 3.0)
 
 
+def test_a_reply_that_is_cut_off_has_no_advantage_for_its_reward_if_that_is_the_mean(tmp_path: Path) -> None:
+    """A budget alone takes no advantage away: the first reply's is 0 because its reward is the group's mean."""
+    one = prompt("a")
+    replies = tuple(reply(one, i, "so", reward, cut=True) for i, reward in enumerate((0.5, 0.0, 1.0)))
+    with RunDirectory.create(tmp_path / "demo", "name: demo\n", FACTS) as run:
+        write_rollouts(run, 1, [Group(one, replies)], [[0.0, -1.0, 1.0]])
+    viewer = Viewer([tmp_path / "demo"])
+    viewer.index.refresh()
+    (loss,) = viewer.funnel({}).stages[-1].lost
+    viewer.close()
+    assert loss.reason.startswith("mean advantage 0: reward equal to the baseline")
+
+
 def test_one_rollout_has_its_tokens_and_their_log_probabilities(
     viewer: Viewer, run: RunDirectory, tiny_model_dir: Path
 ) -> None:
