@@ -99,13 +99,20 @@ def weight_files(folder: Path) -> list[str]:
     """Return the names of the weight files that should be there. Raises ModelError if the index of them is not valid."""
     if not (folder / INDEX).is_file():
         return ["model.safetensors"]
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    index = read_json(folder / INDEX)
+    weight_map = index.get("weight_map")
     shards = weight_map.values() if isinstance(weight_map, dict) else ()
     if not shards or not all(isinstance(shard, str) for shard in shards):
         raise ModelError(
             "the index of weight files has no valid weight_map",
             where=str(folder / INDEX),
             fix="fetch the model again",
+        )
+    if not isinstance(index.get("metadata"), dict):  # transformers takes it without asking whether it is there
+        raise ModelError(
+            "the index of weight files has no mapping called metadata",
+            where=str(folder / INDEX),
+            fix='add "metadata": {} to the file, or fetch the model again',
         )
     return sorted(set(shards))
 

@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Change, type[LockstepError], str]] = {
     "rubbish": (lambda p: (p / WEIGHTS).write_bytes(b"\xff" * 1000), CheckpointError, "cannot be read"),
     "no tensor": (lambda p: save_file({}, p / WEIGHTS), CheckpointError, "20 tensors are missing"),
     "a missing shard": (
-        index('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+        index('{"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
         CheckpointError,
         "model-00001-of-00002.safetensors is missing",
     ),

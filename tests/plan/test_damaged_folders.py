@@ -1,0 +1,53 @@
+"""Plan, doctor and train say the same of a model's folder that is damaged, before a run has a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from tests.loops.runs import words
+
+
+def rewrite(path: Path, **entries: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def index_without_metadata(folder: Path) -> None:
+    names = {"model.embed_tokens.weight": "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+DAMAGED: list[tuple[Callable[[Path], None], str, tuple[str, ...]]] = [
+    (index_without_metadata, "index.json: the index of weight files has no mapping called metadata", ("plan", "doctor", "train")),
+]  # fmt: skip
+"""What is done to a folder, what is said of it, and by which commands."""
+
+
+@pytest.mark.parametrize(("damage", "says", "commands"), DAMAGED)
+def test_the_commands_say_the_same_of_a_damaged_folder(
+    damage: Callable[[Path], None],
+    says: str,
+    commands: tuple[str, ...],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    damage(folder)
+    args = words(tmp_path, folder)
+    for command in commands:
+        assert main([command, *args, *(["--json"] if command == "doctor" else [])]) != 0
+        printed = capsys.readouterr()
+        if command == "doctor":
+            checks = json.loads(printed.out)["checks"]
+            assert [says in check["found"] for check in checks if check["verdict"] == "fail"].count(True) >= 1
+        else:
+            assert says in printed.err
+            assert printed.err.count("to fix:") == 1
+    assert not (tmp_path / "runs").exists()
