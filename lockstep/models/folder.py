@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's files of an adapter."""
 MXFP4 = "mxfp4"
@@ -31,6 +32,8 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
         raise _no_config(folder, where)
     config = read_json(folder / "config.json")
     _refuse_countless(config, where)
+    if (folder / GENERATION).is_file():  # transformers fails on some of what is no mapping, and ignores what is no JSON
+        read_json(folder / GENERATION)
     if "auto_map" in config and not trust_remote_code and not _known_to_transformers(config.get("model_type")):
         raise ModelError(
             "the model needs its own Python code, which is not run without your permission",
