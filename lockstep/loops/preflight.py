@@ -24,8 +24,8 @@ from lockstep.loops.sampling import round_prompts
 from lockstep.loops.sft_data import Material, read_material, refuse_asked, with_steps
 from lockstep.models import load_tokenizer, resolve
 from lockstep.models.decoder import context_of
-from lockstep.models.load import read_config
 from lockstep.plan.epochs import with_steps_of_epochs
+from lockstep.plan.model_shape import whole_model
 from lockstep.plan.preview import weights_here
 from lockstep.run.callbacks import load_callbacks
 from lockstep.tasks.base import BuiltTask
@@ -89,7 +89,7 @@ def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: P
     template refuses, or that leaves no room for a reply.
     """
     chat = ChatFormat(load_tokenizer(resolve(recipe.model)), recipe.chat, None)
-    context = context_of(read_config(folder, recipe.model.trust_remote_code))
+    context = context_of(whole_model(folder, recipe.model.trust_remote_code).config)
     prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
     check_prompts(chat, prompts, recipe.rollout.max_tokens, context)
     if recipe.loop == "rl":

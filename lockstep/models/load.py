@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from lockstep.errors import ModelError
 from lockstep.models.folder import IMPLEMENTATIONS
 from lockstep.models.mxfp4 import is_mxfp4, read_packed, read_weights
 from lockstep.models.resolve import ResolvedModel
-from lockstep.models.stored import stored_parameters
+from lockstep.models.stored import stored_parameters, stored_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +112,7 @@ def load_model(
             where=str(resolved.path),
             fix="check its config.json, or fetch the model again",
         ) from error
-    _refuse_random(resolved, [*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])])
+    _refuse_random(resolved.path, [*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])])
     if unused := sorted(report["unexpected_keys"]):
         log.warning("%s: %s in the files belong to no parameter of the model", resolved.name, _some(unused))
     for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
@@ -199,11 +200,30 @@ def _generation(resolved: ResolvedModel) -> Any:
     return GenerationConfig.from_pretrained(resolved.path, local_files_only=True)
 
 
-def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:
+def refuse_unlike(folder: Path, model: Any) -> None:
+    """Raise ModelError, from headers alone, if the weight files lack tensors of the model or have them in another size.
+
+    Some families are stored under other names or in other parts: what is missing can be told only if every stored name is also
+    one of the model's.
+    """
+    stored = stored_tensors(folder)
+    if stored is None:
+        return
+    places = model.state_dict(keep_vars=True)
+    names = [name for name, tensor in places.items() if stored.get(name, tensor.numel()) != tensor.numel()]
+    if stored.keys() <= places.keys():
+        there = {id(places[name]) for name in stored}  # tied weights are one tensor, stored under any of its names
+        ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+        missing = [name for name, parameter in model.named_parameters() if id(parameter) not in there]
+        names += [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
+    _refuse_random(folder, names)
+
+
+def _refuse_random(folder: Path, names: list[str]) -> None:
     if names:
         raise ModelError(
             f"{_some(sorted(names))} missing in the weight files or of another shape: random values would be used",
-            where=str(resolved.path),
+            where=str(folder),
             fix="fetch the model again; config.json and *.safetensors must belong together",
         )
 

@@ -1,4 +1,4 @@
-"""Counts the parameters in a folder's weight files, from their headers alone. Does not import torch."""
+"""Reads which tensors a folder's weight files hold, from their headers alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from lockstep.models.mxfp4 import BLOCKS, SCALES
 
 def stored_parameters(folder: Path) -> int | None:
     """Return the number of elements in a folder's safetensors files, from their headers alone; None without such files."""
+    stored = stored_tensors(folder)
+    return None if stored is None else sum(stored.values())
+
+
+def stored_tensors(folder: Path) -> dict[str, int] | None:
+    """Return the number of elements of each tensor in a folder's safetensors files; None without such files."""
     names = weight_files(folder)
     if not all((folder / name).is_file() for name in names):
         return None
-    return sum(_elements(folder / name) for name in names)
+    return {tensor: count for name in names for tensor, count in _elements(folder / name).items()}
 
 
-def _elements(path: Path) -> int:
-    """Return the elements in one safetensors file: eight bytes of length, then JSON (the format's own description)."""
+def _elements(path: Path) -> dict[str, int]:
+    """Return the elements of each tensor in one safetensors file: eight bytes of length, then JSON (as the format says)."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         header = file.read(min(length, path.stat().st_size))
     try:
         tensors = {name: entry for name, entry in dict(json.loads(header)).items() if name != "__metadata__"}
-        count = sum(_numbers(name, entry) for name, entry in tensors.items())
+        counts = {name: _numbers(name, entry) for name, entry in tensors.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ModelError(
@@ -51,7 +57,7 @@ def _elements(path: Path) -> int:
             where=str(path),
             fix="use the unquantised version of this model, or dequantise it into a folder and use that",
         )
-    return count
+    return counts
 
 
 def _is_quantised(name: str, dtype: str) -> bool:

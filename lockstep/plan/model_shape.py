@@ -14,9 +14,8 @@ from lockstep.errors import ModelError
 from lockstep.learner.adapter_targets import EXPERTS
 from lockstep.models.decoder import even_heads
 from lockstep.models.known import kind_of_experts
-from lockstep.models.load import structure
+from lockstep.models.load import refuse_unlike, structure
 from lockstep.models.states import first_state, state_layers
-from lockstep.models.stored import stored_parameters
 from lockstep.plan.shapes import PACKED_BYTES, Linear, ModelShape
 
 if TYPE_CHECKING:
@@ -35,11 +34,8 @@ def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Return the shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder, or a file
-    of weights is cut off.
-    """
-    model = meta_model(folder)
-    stored_parameters(folder)  # for its errors
+    """Return the shape of the model in a folder. Raises ModelError as `whole_model` does, or if it is no decoder."""
+    model = whole_model(folder)
     try:
         return shape_of_model(model)
     except (
@@ -53,6 +49,15 @@ def read_shape(folder: Path) -> ModelShape:
         raise ModelError(
             what, where=str(folder / "config.json"), fix="check config.json, or choose another model"
         ) from error
+
+
+def whole_model(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Return a model without memory for weights. Raises ModelError if it cannot be built, or the weight files are not its own or
+    cut off.
+    """
+    model = meta_model(folder, trust_remote_code)
+    refuse_unlike(folder, model)
+    return model
 
 
 def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
