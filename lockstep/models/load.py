@@ -45,10 +45,13 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, padding on the left; a missing pad token becomes the end token.
 
     Raises:
-        ModelError: it cannot be read, or names no end token.
+        ModelError: it or the config cannot be read, or it names no end token.
     """
     from transformers import AutoTokenizer
 
+    read_config(
+        resolved.path, resolved.trust_remote_code
+    )  # AutoTokenizer reads it too: its fault is not the tokenizer's
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             resolved.path, padding_side="left", local_files_only=True, trust_remote_code=resolved.trust_remote_code

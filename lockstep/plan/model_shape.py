@@ -64,6 +64,8 @@ def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """Return a transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
     try:
         return structure(folder, trust_remote_code)
+    except ModelError:
+        raise
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
         raise ModelError(

@@ -34,11 +34,16 @@ def no_head(folder: Path) -> None:
     rewrite(folder / "config.json", tie_word_embeddings=False)
 
 
+def layers_in_words(folder: Path) -> None:
+    rewrite(folder / "config.json", num_hidden_layers="two")
+
+
 DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (index_without_metadata, "index.json: the index of weight files has no mapping called metadata"),
     (generation_of_a_list, "generation_config.json: the JSON file holds a list, not a mapping"),
     (fewer_heads, "4 tensors (model.layers.0.self_attn.k_proj.weight, "),
     (no_head, "1 tensor (lm_head.weight) missing in the weight files or of another shape"),
+    (layers_in_words, "model: config.json describes no model that transformers can build: Strict"),
 ]  # fmt: skip
 """What is done to a folder, and what is said of it."""
 
