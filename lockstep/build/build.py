@@ -96,7 +96,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     tokenizer = load_tokenizer(resolved)
     generation: Any = base.generation_config
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
-    _require_rows(base, chat, resolved.name)
+    require_rows(base, chat, resolved.name)
     origin = Base.of(base, resolved.name) if recipe.adapter.kind != "none" else None
     model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"), origin)
     numerics: Literal["fp32", "bf16"] = "bf16" if str(dtype).endswith("bfloat16") else "fp32"
@@ -111,7 +111,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     return policy
 
 
-def _require_rows(model: Any, chat: ChatFormat, name: str) -> None:
+def require_rows(model: Any, chat: ChatFormat, name: str) -> None:
     """Raise ModelError if the tokenizer writes ids that the embedding has no row for: on a GPU they end the whole process.
 
     Added tokens that no prompt is made of may lie beyond it, such as that for an image (Gemma 3 1B).

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.algorithms.build import build_objective
-from lockstep.build.build import prepare_for_engine
+from lockstep.build.build import prepare_for_engine, require_rows
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device
@@ -86,10 +86,12 @@ def ready_items(recipe: Recipe, task: BuiltTask) -> list[Prompt]:
 
 def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: Path) -> list[Prompt]:
     """Return the prompts of the first step. Raises ChatError for a prompt of training or evaluation that the model's chat
-    template refuses, or that leaves no room for a reply.
+    template refuses, or that leaves no room for a reply, and ModelError for weights or a tokenizer of another model.
     """
     chat = ChatFormat(load_tokenizer(resolve(recipe.model)), recipe.chat, None)
-    context = context_of(whole_model(folder, recipe.model.trust_remote_code).config)
+    model = whole_model(folder, recipe.model.trust_remote_code)
+    require_rows(model, chat, recipe.model.path)
+    context = context_of(model.config)
     prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
     check_prompts(chat, prompts, recipe.rollout.max_tokens, context)
     if recipe.loop == "rl":

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lockstep.cli import main
+from lockstep.config.load import load
+from lockstep.errors import ModelError
+from lockstep.loops.preflight import preflight, start_checks
 from tests.loops.runs import words
 
 
@@ -70,3 +74,17 @@ def test_the_commands_say_the_same_of_a_damaged_folder(
             assert says in printed.err
             assert printed.err.count("to fix:") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_of_a_larger_embedding_is_refused_before_a_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:300].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite(folder / "config.json", vocab_size=300)
+    wanted = load(words(tmp_path, folder))
+    with pytest.raises(ModelError, match="the model's embedding has only 300 rows") as caught:
+        preflight(wanted)
+    failed = {check.name: check.found for check in start_checks(wanted) if check.verdict == "fail"}
+    assert caught.value.what in failed["prompts"]
