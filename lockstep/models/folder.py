@@ -19,6 +19,8 @@ IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """Settings of the machine that wrote a config.json: they say how to compute, not what, and are not followed."""
 MOST = {"layers": 10_000, "layer": 10_000, "blocks": 10_000, "experts": 100_000}
 """Limits of what a config counts, by the last word of the name: each becomes objects in memory before a size is checked."""
+LEAST = {"num_hidden_layers": 1, "n_layer": 1, "max_position_embeddings": 0}
+"""Least values of what a config counts; a context of 0 means that it does not say."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -41,7 +43,9 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
             fix="read the *.py files in its folder; if you trust them, set model.trust_remote_code=true",
         )
     for part in (config, config.get("text_config")):  # some models of images say it of their text alone
-        _refuse_quantised(part.get("quantization_config") if isinstance(part, dict) else None, where)
+        if isinstance(part, dict):
+            _refuse_too_few(part, where)
+            _refuse_quantised(part.get("quantization_config"), where)
 
 
 def _refuse_quantised(quantization: object, where: str) -> None:
@@ -65,6 +69,18 @@ def _refuse_countless(config: dict[str, Any], where: str) -> None:
                 f"config.json says {name} = {value:.3g}, which is too large for any model",
                 where=where,
                 fix="fetch the model again",
+            )
+
+
+def _refuse_too_few(config: dict[str, Any], where: str) -> None:
+    """Raise ModelError for a model without layers, or with a negative length."""
+    for name, least in LEAST.items():
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value < least:
+            raise ModelError(
+                f"config.json says {name} = {value}, but the least is {least}",
+                where=where,
+                fix=f"correct {name} in config.json, or fetch the model again",
             )
 
 

@@ -102,6 +102,8 @@ def refusals(recipe: Recipe, gpu_gib: float | None = None) -> list[Refusal]:
         checks.append(("model", lambda: check_config(folder, recipe.model.path, trust)))
     model = preview = None
     with suppress(ModelError):
+        if folder is not None:  # what follows from a config that is wrong is no reason of its own
+            check_config(folder, recipe.model.path, trust)
         model = None if folder is None or trust else meta_model(folder)
         preview = None if model is None else Preview.of(recipe, gpu_gib)
     if model is not None:

@@ -42,12 +42,22 @@ def layers_in_words(folder: Path) -> None:
     rewrite(folder / "config.json", num_hidden_layers="two")
 
 
+def no_layers(folder: Path) -> None:
+    rewrite(folder / "config.json", num_hidden_layers=0)
+
+
+def negative_context(folder: Path) -> None:
+    rewrite(folder / "config.json", max_position_embeddings=-1)
+
+
 DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (index_without_metadata, "index.json: the index of weight files has no mapping called metadata"),
     (generation_of_a_list, "generation_config.json: the JSON file holds a list, not a mapping"),
     (fewer_heads, "4 tensors (model.layers.0.self_attn.k_proj.weight, "),
     (no_head, "1 tensor (lm_head.weight) missing in the weight files or of another shape"),
     (layers_in_words, "model: config.json describes no model that transformers can build: Strict"),
+    (no_layers, "config.json says num_hidden_layers = 0, but the least is 1"),
+    (negative_context, "config.json says max_position_embeddings = -1, but the least is 0"),
 ]  # fmt: skip
 """What is done to a folder, and what is said of it."""
 
