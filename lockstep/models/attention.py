@@ -84,11 +84,19 @@ def lockstep_attention(
         raise no_layout(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window == "unsaid":  # the family leaves it to the mask, which is made for all layers alike (PhiMoE)
-        sliding_window = getattr(getattr(module, "config", None), "sliding_window", None)
+        sliding_window = _unsaid_window(module)
     kind = AttentionKind(scale, sliding_window or None, softcap, s_aux)  # 0 is none, too (Qwen2-MoE)
     layer: int = module.layer_idx  # type: ignore[assignment]
     # not query[0], whose backward pass would copy the gradient into zeros, with tokens and heads exchanged
     return layout.attend(layer, query.squeeze(0), key.squeeze(0), value.squeeze(0), kind)[None], None
+
+
+def _unsaid_window(module: Any) -> int | None:
+    """Return the window of a layer that does not pass it on: the config's, but for a layer that is listed as full (Qwen2-MoE)."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    full = kinds is not None and kinds[module.layer_idx] == "full_attention"
+    return None if full else getattr(config, "sliding_window", None)
 
 
 AttentionInterface.register(NAME, lockstep_attention)

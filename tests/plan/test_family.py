@@ -85,6 +85,12 @@ def test_logits_may_be_scaled_in_the_familys_own_words(family: str, setting: str
     assert require_family(*of(family, **{setting: 0.25})) <= 1e-5
 
 
+def test_a_family_that_passes_no_window_on_has_it_only_in_the_layers_listed() -> None:
+    kind, config = of("qwen2_moe", use_sliding_window=True)
+    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
+    assert require_family(kind, config) <= 1e-5
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_that_are_computed_otherwise_are_refused_by_name(family: str) -> None:
     with pytest.raises(ModelError, match=REFUSED[family]) as caught:
