@@ -44,6 +44,30 @@ def require_family(kind: type[nn.Module], config: Any) -> float:
     Returns the largest difference from plain transformers, in nats a token.
     A structure that passed is not asked again in this process.
     """
+    try:
+        return _largest_gap(kind, config)
+    except ModelError as error:
+        if wrong := _wrong_window(config):  # the family is not what is wrong
+            raise ModelError(
+                f"config.json says sliding_window = {wrong}",
+                where="model.path",
+                fix="set sliding_window in config.json to the window that the model was trained with; without one, to null, and "
+                "every entry of layer_types to full_attention",
+            ) from error
+        raise
+
+
+def _wrong_window(config: Any) -> str:
+    """Return the window of a config of which no model can be made, with the reason; empty if it is a usual one."""
+    text = config.get_text_config()
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None) or ()
+    if not window and "sliding_attention" in kinds:
+        return f"{'null' if window is None else window}, but layer_types has sliding_attention layers"
+    return "0, in which a token would not see even itself" if window == 0 and not kinds else ""
+
+
+def _largest_gap(kind: type[nn.Module], config: Any) -> float:
+    """Return the largest difference from plain transformers. Raises ModelError as `require_family` does."""
     family = f"{config.model_type} ({kind.__name__})"
     try:
         small = small_config(config)

@@ -91,6 +91,21 @@ def test_a_family_that_passes_no_window_on_has_it_only_in_the_layers_listed() ->
     assert require_family(kind, config) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "says"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0, in which a token would not see even itself"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "sliding_window = null, but layer_types has sliding_attention"),
+    ],
+)  # fmt: skip
+def test_a_window_that_no_model_can_have_is_named_instead_of_the_family(
+    family: str, settings: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        require_family(*of(family, **settings))
+    assert "set sliding_window in config.json" in caught.value.fix
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_that_are_computed_otherwise_are_refused_by_name(family: str) -> None:
     with pytest.raises(ModelError, match=REFUSED[family]) as caught:
