@@ -61,20 +61,28 @@ def row(family: str) -> str:
         raise ModelError(f"transformers makes no model of its defaults ({type(error).__name__})") from error
     gap = require_family(type(model), model.config)
     small = random_model(type(model), small_config(model.config), "eager")
-    targets = sorted({name.rsplit(".", 1)[-1] for name in choose_targets(small, "auto").layers})
     experts = any(".experts." in name for name, _ in small.named_parameters())
     cells = (
         family,
         ", ".join(_has(model, small, experts)) or "–",
         f"within {next((f'1e-{n}' for n in (5, 4) if gap <= 10.0**-n), '3e-4')}",
         "yes" if model.config.get_text_config().model_type in FUSED else "no",
-        ", ".join(targets),
+        _targets(small),
         _adapted(small) if experts else "–",
         f"{_saved(small)}{', yes' if model.config.model_type in GGUF else ', no'}",
         "refused" if (experts and family not in MIXTURES) or even_heads(small) == (0, 0) else "by name",
         _replayed(small) if experts else "–",
     )
     return "| " + " | ".join(cells) + " |\n"
+
+
+def _targets(small: Any) -> str:
+    """The layers that adapters get of their own accord; there are none in families written with Conv1D, which train in full."""
+    try:
+        layers = choose_targets(small, "auto").layers
+    except ModelError:
+        return "none"
+    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
 
 
 def _has(model: Any, small: Any, experts: bool) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs.models_page import HEAD, names, shown, tables
 
-SOME = ["deepseek_v3", "gemma4_text", "gpt_oss", "llama", "mamba", "qwen3_5_text", "bert"]
+SOME = ["deepseek_v3", "gemma4_text", "gpt_oss", "llama", "mamba", "qwen3_5_text", "bert", "gpt2"]
 
 
 def test_every_family_of_transformers_is_on_the_page_once() -> None:
