@@ -107,10 +107,10 @@ MORE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
 
 
 def changed(folder: Path, model: Path, changes: dict[str, Any]) -> Path:
-    """Return a copy of the model's folder with another config."""
+    """Return a copy of the model's folder with another config, and without weights, which would not belong to it."""
     if not changes:
         return model
-    shutil.copytree(model, folder / "model")
+    shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((model / "config.json").read_text())
     if "model_type" in changes:
         config = {k: v for k, v in config.items() if k not in ("architectures", "rope_parameters", "rope_scaling")}
