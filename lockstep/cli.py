@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from lockstep import __version__
 from lockstep.dotenv import read_env
 from lockstep.errors import LockstepError
-from lockstep.openmp import set_waiting
+from lockstep.openmp import leave_out_tiles, set_waiting
 from lockstep.text import hide_values, visible
 
 COMMANDS = (
@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
     set_waiting(os.environ)
+    leave_out_tiles(os.environ)
     try:
         read_env(os.environ)
         code = _run(argv)

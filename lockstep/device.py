@@ -14,6 +14,7 @@ import torch
 
 from lockstep.bf16_products import has_bf16_products, speed_up_bf16_products
 from lockstep.errors import ConfigError, MachineError
+from lockstep.openmp import leave_out_tiles
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 COLLECT_AFTER = 5000
@@ -135,6 +136,7 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         keep_freed_memory()
+        leave_out_tiles(os.environ)
         if not has_bf16_products():
             speed_up_bf16_products()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,3 +28,25 @@ def test_threads_sleep_beside_other_work_and_spin_briefly_alone(monkeypatch: pyt
         environment: dict[str, str] = {}
         openmp.set_waiting(environment)
         assert environment == found
+
+
+def test_tiles_are_left_out_unless_the_user_says_what_onednn_may_use() -> None:
+    for environment, found in (({}, "AVX512_CORE_BF16"), ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2")):
+        openmp.leave_out_tiles(environment)
+        assert environment["ONEDNN_MAX_CPU_ISA"] == found
+
+
+def test_a_row_of_a_bf16_product_does_not_depend_on_the_number_of_rows() -> None:
+    """With Intel's AMX it does, in some last bits; the variable counts from a process's first product on."""
+    program = """
+import torch
+from lockstep.device import prepare_process
+prepare_process(torch.device("cpu"), 1)
+torch.manual_seed(0)
+x, w = torch.randn(600, 576).bfloat16(), torch.randn(1536, 576).bfloat16()
+whole = x @ w.T
+print(sum(int((x[:rows] @ w.T != whole[:rows]).sum()) for rows in (1, 2, 16, 31, 33, 64, 300)))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != openmp.INSTRUCTIONS}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]

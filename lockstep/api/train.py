@@ -14,7 +14,7 @@ from lockstep.config.load import layer_of, load, require_task, use_paths
 from lockstep.config.run_names import fill_name
 from lockstep.config.schema import Recipe
 from lockstep.config.section import Section
-from lockstep.openmp import set_waiting
+from lockstep.openmp import leave_out_tiles, set_waiting
 
 
 def recipe(*layers: Recipe | str | PathLike[str], **settings: object) -> Recipe:
@@ -81,3 +81,4 @@ def _prepare() -> None:
     """Set what must be set before torch is loaded; a program that has loaded it decides for itself."""
     if "torch" not in sys.modules:
         set_waiting(os.environ)
+    leave_out_tiles(os.environ)  # oneDNN reads it at its first product

@@ -323,7 +323,7 @@ class CompositeVerifier(Section):
                 f"part {names[0]} has weight {first:g}, the others have {rest:g} together: a wrong reply could then score "
                 f"more than a right one; give {names[0]} more than {rest:g}"
             )
-        # a saved recipe holds every value: that a weight is there does not say that somebody chose it
+        # A saved recipe holds every value: that a weight is there does not say that the user chose it.
         if self.combine == "all" and any(part.weight != Part.model_fields["weight"].default for part in self.parts):
             raise ValueError("weights have no effect with combine=all")
         return self

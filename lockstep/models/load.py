@@ -49,9 +49,8 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    read_config(
-        resolved.path, resolved.trust_remote_code
-    )  # AutoTokenizer reads it too: its fault is not the tokenizer's
+    # AutoTokenizer reads it too: its fault is not the tokenizer's.
+    read_config(resolved.path, resolved.trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             resolved.path, padding_side="left", local_files_only=True, trust_remote_code=resolved.trust_remote_code

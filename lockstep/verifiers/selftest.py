@@ -85,7 +85,7 @@ def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
 
 
 def _reference_scores(verifier: Verifier, prompt: Prompt) -> list[tuple[float | None, str]]:
-    """Return the rewards of replies with the reference, boxed and in other forms: a function of one's own may read just one."""
+    """Return the rewards of replies with the reference, boxed and in other forms: a user's function may read one form alone."""
     forms = [right_reply(verifier, prompt) or "", *(form.format(prompt.answer) for form in FORMS)]
     return [(verifier.grade(prompt, form).reward, form) for form in forms]
 

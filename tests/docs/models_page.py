@@ -111,7 +111,10 @@ def _saved(small: Any) -> str:
             again = type(small).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
         except Exception:
             return "no"
-        same = torch.equal(small(IDS, use_cache=False).logits, again(IDS, use_cache=False).logits)
+        one, other = small(IDS, use_cache=False).logits, again(IDS, use_cache=False).logits
+        same = torch.allclose(
+            one, other, rtol=0, atol=1e-5
+        )  # how a product adds may depend on where its numbers are in memory
     return "yes" if same else "no"
 
 
