@@ -58,7 +58,7 @@ import os, time
 def grade(prompt, reply):
     while os.path.exists(__file__ + ".hangs"):
         time.sleep(1)
-    return len(reply) % 2
+    return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 """
 """Hangs as soon as a file beside it says so: a grader that hangs from the start is refused before there is a run."""
 

@@ -180,7 +180,7 @@ from pathlib import Path
 
 def grade(prompt, reply):
     Path(__file__).with_name(f"by_{os.getppid()}").touch()
-    return float(len(reply) % 2)
+    return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 """
 
 

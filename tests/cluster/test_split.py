@@ -85,7 +85,7 @@ def grade(prompt, reply):
     if log.exists() and "  step 2/" in log.read_text() and not dead.exists():
         dead.touch()
         os.kill(os.getppid(), signal.SIGKILL)
-    return float(len(reply) % 2)
+    return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 """
 
 
