@@ -200,9 +200,8 @@ def test_a_sampled_log_probability_that_is_not_trainings_stops_an_exact_run(
 
 def test_gradients_that_are_not_finite_stop_the_run_before_they_do_harm(tmp_path: Path, tiny_model_dir: Path) -> None:
     absurd = f"task.verifier.path={tmp_path}/grader.py:absurd"
-    settings = recipe(
-        tmp_path, tiny_model_dir, NO_EVAL, absurd, "algorithm.advantage.divide_by_std=false", "update.max_skipped=2"
-    )
+    given = "algorithm.advantage.divide_by_std=false", "update.max_skipped=2", "health.garbage=warn"
+    settings = recipe(tmp_path, tiny_model_dir, NO_EVAL, absurd, *given)
     with pytest.raises(LearnerError, match="2 steps in a row were skipped"):
         start_run(settings)
     run = tmp_path / "runs" / "run"
