@@ -165,7 +165,7 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
 
 def test_no_decoder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    with pytest.raises(ModelError, match="transformers cannot build a model"):
+    with pytest.raises(ModelError, match="describes no model that transformers can build"):
         read_shape(tmp_path)
 
 

@@ -117,7 +117,8 @@ class Own:
     name = "own"
 
     def batch(self, step, size):
-        return [Prompt(f"own/{step * size + i}", (), str((step * size + i) % 5), "own") for i in range(size)]
+        asked = ({"role": "user", "content": "?"},)
+        return [Prompt(f"own/{step * size + i}", asked, str((step * size + i) % 5), "own") for i in range(size)]
 
     def heldout(self, role, size):
         return self.batch(1000, size)
