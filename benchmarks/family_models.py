@@ -70,7 +70,7 @@ def keep_in_four_bits(model: Any) -> None:
     def drawn(parameter: Any) -> Packed:
         experts, inputs, outputs = parameter.shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        return Packed(blocks, torch.randint(117, 121, blocks.shape[:3], dtype=torch.uint8))
+        return Packed.of(blocks, torch.randint(117, 121, blocks.shape[:3], dtype=torch.uint8))
 
     for layer in model.model.layers:
         dense = layer.mlp.experts

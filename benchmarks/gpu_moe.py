@@ -46,6 +46,7 @@ ARMS = {
     "ours, experts in MXFP4": ("ours", ["--packed"]),
     "ours, experts in MXFP4, exact": ("ours", ["--packed", "--exact"]),
     "ours, no adapters": ("ours", ["--plain"]),
+    "ours, no adapters, experts in MXFP4": ("ours", ["--plain", "--packed"]),
     "ours, routes replayed": ("ours", ["--replay"]),
     "vLLM": ("vllm", []),
 }
@@ -64,11 +65,11 @@ def floors(shape: str, arm: str) -> tuple[float, float]:
     """Least seconds of a rollout and of an update on an H200."""
     from lockstep.plan.floors import H200, Work, generation
     from lockstep.plan.model_shape import shape_of_model
-    from lockstep.plan.shapes import PACKED_BYTES
+    from lockstep.plan.shapes import MXFP4_BYTES
 
     sizes = shape_of_model(random_model(shape, "meta", "eager", cpu=False))
     if "MXFP4" in arm:
-        sizes = replace(sizes, expert_bytes=PACKED_BYTES)
+        sizes = replace(sizes, expert_bytes=MXFP4_BYTES)
     active = sizes.body + sizes.head
     rollout = sum(generation(sizes, Work.equal(PROMPTS, SAMPLES, PROMPT, REPLY), H200))
     return rollout, 4.0 * active * ROWS * ROW / H200.flops

@@ -118,7 +118,10 @@ def facts_of(model: torch.nn.Module) -> Facts | None:
 
 def describe(adapter: Adapter, model: torch.nn.Module) -> str:
     """Return a line for the log: the trained part, its scaling, and notes from attaching it."""
-    total = sum(weights_of(n, p.numel(), packed=p.dtype == torch.uint8) for n, p in model.named_parameters())
+    total = sum(
+        p.numel() if p.is_floating_point() else weights_of(n, p.nbytes, packed=True)
+        for n, p in model.named_parameters()
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})"
     match adapter:

@@ -120,7 +120,7 @@ def load_model(
     for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
         parameter.data = parameter.data.to(dtype)
     if packed:
-        _pack_experts(model, resolved.path)
+        _pack_experts(model, resolved.path, device)
     if is_mxfp4(resolved.path) and (generation := _generation(resolved)) is not None:
         model.generation_config = generation
     placed: PreTrainedModel = model.to(device).eval()
@@ -129,12 +129,12 @@ def load_model(
     return placed
 
 
-def _pack_experts(model: PreTrainedModel, folder: Path) -> None:
+def _pack_experts(model: PreTrainedModel, folder: Path, device: torch.device | str) -> None:
     """Replace the experts of a model that was read without them. Raises ModelError if one is left without its weights."""
     from lockstep.models.known import kind_of_experts
     from lockstep.models.mxfp4_experts import Mxfp4Experts
 
-    packed = read_packed(folder) if is_mxfp4(folder) else {}
+    packed = read_packed(folder, device) if is_mxfp4(folder) else {}
     missing = [] if packed else ["all experts"]
     for name, module in list(model.named_modules()):
         if kind_of_experts(module) == "paired":

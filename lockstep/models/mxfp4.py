@@ -41,37 +41,89 @@ def is_mxfp4(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One parameter [experts, inputs, outputs] as it is stored."""
+    """One parameter [experts, inputs, outputs] in MXFP4, as tensor cores take it: 4.5 bits a number.
 
-    blocks: Tensor
-    """uint8 [experts, outputs, inputs / 32, 16]."""
-    scales: Tensor
-    """uint8 [experts, outputs, inputs / 32]."""
+    Inputs come in steps of 64, or of 32 where 64 does not divide them. A thread of a matrix instruction needs the codes of bytes
+    t, t + 4, t + 8, and t + 12 of a block: they are one word. Its low half has the numbers in the low bits of these bytes, its
+    high half those in the high bits. Shifted by 0, 3, or 6 to the left, a half has the sign of the first, second, or third
+    number where bf16 has it, and its other bits as the lowest of the exponent and the highest of the mantissa: 2^-126 times the
+    number. The fourth number's bits are in the four places that are left.
+    """
+
+    words: Tensor
+    """int32 [experts, steps, outputs, 4 a block]."""
+    powers: Tensor
+    """int16 [experts, steps, outputs, blocks]: the bits of 2^126 times the scales in bf16."""
+
+    @staticmethod
+    def of(blocks: Tensor, scales: Tensor) -> Packed:
+        """Rearrange a stored parameter: uint8 [experts, outputs, inputs / 32, 16] and [experts, outputs, inputs / 32]."""
+        import torch
+
+        experts, outputs, count, _ = blocks.shape
+        each = 2 - count % 2
+        words = torch.empty(experts, count // each, outputs, 4 * each, dtype=torch.int32, device=blocks.device)
+        for expert in range(experts):
+            words[expert] = _words(blocks[expert]).view(outputs, count // each, 4 * each).transpose(0, 1)
+        powers = (scales.int() + 126 << 7).to(torch.int16).view(experts, outputs, count // each, each)
+        return Packed(words, powers.transpose(1, 2).contiguous())
 
     @property
     def experts(self) -> int:
-        return len(self.blocks)
+        return len(self.words)
+
+    @property
+    def steps(self) -> int:
+        return self.words.shape[1]
 
     @property
     def outputs(self) -> int:
-        return self.blocks.shape[1]
+        return self.words.shape[2]
+
+    @property
+    def depth(self) -> int:
+        """Inputs of a step."""
+        return 8 * self.words.shape[3]
 
     @property
     def inputs(self) -> int:
-        return self.blocks.shape[2] * NUMBERS
+        return self.steps * self.depth
 
     def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
         """Return one expert's matrix [inputs, outputs]."""
-        return dequantise(self.blocks[expert], self.scales[expert], dtype)
+        import torch
+
+        word = self.words[expert]
+        first, second, third = (word << shift & _FIRST for shift in (0, 3, 6))
+        fourth = (word << 1 & _SIGN) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
+        numbers = torch.stack([first, second, third, fourth], -1).view(torch.bfloat16).float()
+        blocks = numbers.view(self.steps, self.outputs, -1, 4, 4, 2)  # of a block: word, number of a half, half
+        blocks *= self.powers[expert].view(torch.bfloat16).float()[..., None, None, None]
+        return blocks.permute(0, 2, 4, 3, 5, 1).reshape(self.inputs, self.outputs).to(dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the parameter, made one expert at a time."""
         import torch
 
-        result = torch.empty(self.experts, self.inputs, self.outputs, dtype=dtype, device=self.blocks.device)
+        result = torch.empty(self.experts, self.inputs, self.outputs, dtype=dtype, device=self.words.device)
         for expert in range(self.experts):
             result[expert] = self.matrix(expert, dtype)
         return result
+
+
+_FIRST, _SIGN = 0x81C081C0 - (1 << 32), 0x80008000 - (1 << 32)
+"""The bits of the first number, and the sign of a number, in both halves of a word of type int32."""
+
+
+def _words(blocks_ORG: Tensor) -> Tensor:
+    """Return the words of blocks [..., 16], int32 [..., 4]."""
+    bytes_4 = blocks_ORG.int().unflatten(-1, (4, 4)).unbind(-2)
+    low, high = (
+        (c[0] & 8) << 12 | (c[0] & 7) << 6 | (c[1] & 8) << 9 | (c[1] & 7) << 3 | (c[2] & 8) << 6 | (c[2] & 7)
+        | (c[3] & 8) << 11 | (c[3] & 6) << 9 | (c[3] & 1) << 13
+        for c in ([one & 15 for one in bytes_4], [one >> 4 for one in bytes_4])
+    )  # fmt: skip
+    return low | high << 16
 
 
 def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> WeightStream:
@@ -102,8 +154,8 @@ def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> W
                 yield name, places[name].get_tensor(name).to(dtype)
 
 
-def read_packed(folder: Path) -> dict[str, Packed]:
-    """Return the parameters that are stored in MXFP4, as they are. Raises ModelError as read_weights does."""
+def read_packed(folder: Path, device: torch.device | str) -> dict[str, Packed]:
+    """Return the parameters that are stored in MXFP4. Raises ModelError as read_weights does, and if a scale is too large."""
     with ExitStack() as stack:
         places, found = _places(folder, stack), {}
         for name in sorted(places):
@@ -117,13 +169,12 @@ def read_packed(folder: Path) -> dict[str, Packed]:
                         where=base + SCALES,
                         fix="set adapter.base=full",
                     )
-                found[base] = Packed(places[name].get_tensor(name), scales)
+                found[base] = Packed.of(places[name].get_tensor(name).to(device), scales.to(device))
         return found
 
 
 def dense_weights(model: nn.Module) -> WeightStream:
     """Yield a model's weights; parameters that are kept in MXFP4 have the names and values of their dense form."""
-    import torch
 
     from lockstep.models.weights import named_weights
 
@@ -131,13 +182,13 @@ def dense_weights(model: nn.Module) -> WeightStream:
     waiting: dict[str, Tensor] = {}
     for name, tensor in named_weights(model):
         base = name.removesuffix(BLOCKS).removesuffix(SCALES)
-        if base == name or tensor.dtype != torch.uint8:
+        if base == name or tensor.is_floating_point():
             yield name, tensor
         elif base not in waiting:
             waiting[base] = tensor
         else:
-            blocks, scales = sorted((waiting.pop(base), tensor), key=lambda one: -one.ndim)
-            yield base, Packed(blocks, scales).dense(dtype)
+            powers, words = sorted((waiting.pop(base), tensor), key=lambda one: one.itemsize)
+            yield base, Packed(words, powers).dense(dtype)
 
 
 def dequantise(blocks_ORG: Tensor, scales_OR: Tensor, dtype: torch.dtype) -> Tensor:

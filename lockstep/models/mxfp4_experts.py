@@ -1,4 +1,4 @@
-"""The experts of gpt-oss with frozen matrices that stay in MXFP4 in memory, at 4.25 bits a weight.
+"""The experts of gpt-oss with frozen matrices that stay in MXFP4 in memory, at 4.5 bits a weight.
 
 A matrix is dequantised when it is used. E2M1 times a power of two is exact in bf16 and fp32, so the results are those of dense
 experts.
@@ -26,8 +26,8 @@ class Mxfp4Experts(nn.Module):
         self._gated = type(dense)._apply_gate
         self.gate_up_proj_bias, self.down_proj_bias = dense.gate_up_proj_bias, dense.down_proj_bias
         for name, packed in (("gate_up_proj", gate_up), ("down_proj", down)):
-            self.register_parameter(name + BLOCKS, nn.Parameter(packed.blocks, requires_grad=False))
-            self.register_parameter(name + SCALES, nn.Parameter(packed.scales, requires_grad=False))
+            self.register_parameter(name + BLOCKS, nn.Parameter(packed.words, requires_grad=False))
+            self.register_parameter(name + SCALES, nn.Parameter(packed.powers, requires_grad=False))
 
     def _apply_gate(self, both_RO: Tensor) -> Tensor:
         inner_RX: Tensor = self._gated(self, both_RO)

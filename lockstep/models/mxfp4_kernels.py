@@ -1,10 +1,11 @@
 """Triton kernels that multiply by experts' matrices in MXFP4: they dequantise a tile at a time, or the whole matrix.
 
-With numerics.exact, sums run over the inputs from first to last, as in expert_kernels: the results are those of a dense copy, to
-the bit.
+The weights are the left operand, which Hopper's tensor cores take from registers: a number goes there from its code, not by
+shared memory. Sums run over the inputs from first to last, as in expert_kernels: the results are those of a dense copy, to the
+bit.
 
-Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, G = X / 32, L rank
-of adapters.
+Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, S steps of
+DEPTH inputs, L rank of adapters.
 """
 
 # Triton has no types that mypy could check.
@@ -19,131 +20,152 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.device import since_hopper
-from lockstep.models import exact
+from lockstep.device import shared_memory, since_hopper
 from lockstep.models.activation_kernels import activated, add_low_rank
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, block_of, blocks
 
-GROUPS = 128
-"""Blocks of 32 numbers that one program dequantises."""
-_PAIR = """
-shl.b32 sign, {bytes}, {sign};
-and.b32 sign, sign, 0x80008000;
-shl.b32 rest, {bytes}, {rest};
-lop3.b32 sign, rest, 0x01C001C0, sign, 0xEA;
-mul.rn.bf16x2 {out}, sign, {power};
-"""
-_PAIRS = (
-    ("$0", "low", 12, 6, "$5"),
-    ("$1", "high", 12, 6, "$6"),
-    ("$2", "low", 8, 2, "$5"),
-    ("$3", "high", 8, 2, "$6"),
-)
-FOUR_BYTES: tl.constexpr = tl.constexpr(
-    "{\n.reg .b32 low, high, sign, rest;\nprmt.b32 low, $4, 0, 0x4140;\nprmt.b32 high, $4, 0, 0x4342;"
-    + "".join(_PAIR.format(out=out, bytes=two, sign=a, rest=b, power=power) for out, two, a, b, power in _PAIRS)
-    + "}"
-)
-"""Dequantises four bytes, $4, in packed bf16: $0 and $1 are the numbers in their low four bits, $2 and $3 those in the high ones.
-
-A code's exponent and mantissa become the lowest bits of a bf16 number's exponent and the highest of its mantissa, which makes
-2^-126 times its magnitude, denormal or not; $5 and $6 hold 2^126 times the scales.
-"""
+OUTPUTS = 64
+"""Outputs of which one program dequantises a step of inputs."""
+SCALE_PAIR: tl.constexpr = tl.constexpr("{\n.reg .b32 both;\nmul.rn.bf16x2 both, $2, $3;\nmov.b32 {$0, $1}, both;\n}")
+"""Multiplies two bf16 numbers in one register, $2, by those in $3, into $0 and $1."""
 
 
 @triton.jit
-def _numbers(byte, power):
-    """Return the two numbers of each byte, the earlier one first, in fp32; `power` is 2^14 times their scale.
-
-    The three low bits of a code are exponent and mantissa: as those of fp16 they make 2^-14 times its magnitude.
-    """
-    byte = byte.to(tl.uint16)
-    low = (((byte & 7) << 9) | ((byte & 8) << 12)).to(tl.float16, bitcast=True)
-    high = (((byte & 0x70) << 5) | ((byte & 0x80) << 8)).to(tl.float16, bitcast=True)
-    return low.to(tl.float32) * power, high.to(tl.float32) * power
-
-
-@triton.jit
-def _power(scale):
-    """Return 2^(scale - 127 + 14) in fp32."""
-    return ((scale.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _matrix(byte, scale, kind: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, PACKED: tl.constexpr):
-    """Dequantise a tile of a matrix, [ROWS, DEPTH]. PACKED: by FOUR_BYTES."""
-    part: tl.constexpr = DEPTH // 32
-    power = ((scale.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True) if PACKED else _power(scale)
-    wide = tl.reshape(tl.broadcast_to(power[:, :, None], [ROWS, part, 16]), [ROWS, DEPTH // 2])
-    if PACKED:
+def _pair(bits, power, kind: tl.constexpr, HALVES: tl.constexpr):
+    """Return the number in the low half of `bits` and that in the high half, both times the power in either half of `power`."""
+    if HALVES:
         kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(
-            FOUR_BYTES, "=r,=r,=r,=r,r,r,r", [byte, wide], dtype=kinds, is_pure=True, pack=4
-        )
+        low, high = tl.inline_asm_elementwise(SCALE_PAIR, "=h,=h,r,r", [bits, power], dtype=kinds, is_pure=True, pack=1)
     else:
-        low, high = _numbers(byte, wide)
-    return tl.reshape(tl.join(low.to(kind), high.to(kind)), [ROWS, DEPTH])
+        power = (power << 16).to(tl.float32, bitcast=True)
+        low = (bits << 16).to(tl.float32, bitcast=True) * power
+        high = ((bits >> 16) << 16).to(tl.float32, bitcast=True) * power
+    return tl.join(low.to(kind), high.to(kind))
+
+
+@triton.jit
+def _matrix(word, power, kind: tl.constexpr, HALVES: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):
+    """Dequantise a tile of a matrix, [OUTPUTS, DEPTH]: `Packed` says where a word holds which bits of which number.
+
+    HALVES: by instructions for two bf16 numbers at a time.
+    """
+    power = power.to(tl.int32)
+    power = power | (power << 16)
+    word = tl.reshape(word, [OUTPUTS, DEPTH // 32, 4])
+    power = tl.broadcast_to(power[:, :, None], [OUTPUTS, DEPTH // 32, 4])
+    last = ((word << 1) & -0x7FFF8000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
+    first = _pair(word & -0x7E3F7E40, power, kind, HALVES)
+    second = _pair((word << 3) & -0x7E3F7E40, power, kind, HALVES)
+    third = _pair((word << 6) & -0x7E3F7E40, power, kind, HALVES)
+    number = tl.join(tl.join(first, second), tl.join(third, _pair(last, power, kind, HALVES)))
+    return tl.reshape(tl.permute(number, [0, 1, 5, 4, 2, 3]), [OUTPUTS, DEPTH])
+
+
+@triton.jit
+def _sums(
+    x_ptr, source, there, x_stride, word_ptr, power_ptr, expert, output, outputs, kind: tl.constexpr, STEPS: tl.constexpr,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the products of an expert's matrix and rows of x, in fp32, [OUTPUTS, ROWS].
+
+    STEPS is known to the compiler: a loop that might not run at all would make it wait for each instruction of the tensor cores.
+    """
+    x_at = x_ptr + source.to(tl.int64)[:, None] * x_stride + tl.arange(0, DEPTH)[None, :]
+    place = (expert.to(tl.int64) * STEPS * outputs + output)[:, None]
+    word_at = word_ptr + place * (DEPTH // 8) + tl.arange(0, DEPTH // 8)[None, :]
+    power_at = power_ptr + place * (DEPTH // 32) + tl.arange(0, DEPTH // 32)[None, :]
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for _ in range(0, STEPS):
+        x = tl.load(x_at, mask=there[:, None], other=0.0)
+        weight = _matrix(tl.load(word_at), tl.load(power_at), kind, HALVES, OUTPUTS, DEPTH)
+        total = tl.dot(weight, x.T, total, input_precision=PRECISION)
+        if HALVES:  # a use of the sums: else the next step's weights go to registers that the tensor cores still read
+            total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+        x_at += DEPTH
+        word_at += outputs * (DEPTH // 8)
+        power_at += outputs * (DEPTH // 32)
+    return total
+
+
+@triton.jit
+def _gate_up_rows(
+    x_ptr, word_ptr, power_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, inner, x_stride, limit, alpha, low_ptr, up_ptr,
+    rank, up_expert, up_output, up_rank, TOP: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    kind = out_ptr.dtype.element_ty
+    row, column = first + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    both = (tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)) % (2 * inner)
+    there = row < end
+    token = tl.load(order_ptr + row, mask=there, other=0) // TOP
+    total = _sums(
+        x_ptr, token, there, x_stride, word_ptr, power_ptr, expert, both, 2 * inner, kind, STEPS, HALVES, ROWS, 2 * COLUMNS,
+        DEPTH, PRECISION,
+    )  # fmt: skip
+    total = total.to(kind).to(tl.float32)
+    if RANK:
+        total = add_low_rank(
+            total, kind, low_ptr, up_ptr, row, there[:, None], both, both >= 0, expert, rank, up_expert, up_output, up_rank,
+            RANK, True, PRECISION,
+        )  # fmt: skip
+    bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
+    total = (total + bias[:, None]).to(kind).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(total, [COLUMNS, 2, ROWS]), [0, 2, 1]))
+    state = activated(gate, up, True, limit, alpha)
+    place = out_ptr + row.to(tl.int64)[None, :] * inner + column[:, None]
+    tl.store(place, state.to(kind), mask=there[None, :] & (column < inner)[:, None])
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, block_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, limit, alpha, experts,
-    low_ptr, up_ptr, rank, up_expert, up_output, up_rank, TOP: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, word_ptr, power_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, inner, x_stride, limit, alpha, experts, low_ptr, up_ptr,
+    rank, up_expert, up_output, up_rank, TOP: tl.constexpr, EXPERTS: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows; gates and ups alternate."""
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    both = (tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)) % (2 * inner)
-    depth, half, part = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 32)[None, :]
+    given = (
+        x_ptr, word_ptr, power_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, inner, x_stride, limit, alpha, low_ptr,
+        up_ptr, rank, up_expert, up_output, up_rank,
+    )  # fmt: skip
+    if end - first <= ROWS // 2:
+        _gate_up_rows(*given, TOP, STEPS, HALVES, ROWS // 2, COLUMNS, DEPTH, RANK, PRECISION)
+    else:
+        _gate_up_rows(*given, TOP, STEPS, HALVES, ROWS, COLUMNS, DEPTH, RANK, PRECISION)
+
+
+@triton.jit
+def _product_rows(
+    x_ptr, word_ptr, power_ptr, out_ptr, expert, first, end, outputs, low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
+    STEPS: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    RANK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     kind = out_ptr.dtype.element_ty
-    row = first + tl.arange(0, ROWS)
-    there = (row < end)[:, None]
-    token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
-    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
-    group = (expert * 2 * inner + both).to(tl.int64)[:, None] * (hidden // 32)
-    block_at = block_ptr + group * 16 + half[None, :]
-    scale_at = scale_ptr + group + part
-    total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
-    steps, scale = tl.cdiv(hidden, DEPTH), tl.load(scale_at, mask=part < hidden // 32, other=0)
-    for step in range(0, steps):
-        scale_at += DEPTH // 32  # scales are too narrow for asynchronous copies: load each a step before it is needed
-        following = tl.load(scale_at, mask=part < hidden // 32 - (step + 1) * (DEPTH // 32), other=0)
-        if EVEN:
-            x, byte = tl.load(x_at, mask=there, other=0.0), tl.load(block_at)
-        else:
-            x = tl.load(x_at, mask=there & (depth < hidden - step * DEPTH)[None, :], other=0.0)
-            byte = tl.load(block_at, mask=(half < (hidden - step * DEPTH) // 2)[None, :], other=0)
-        weight = _matrix(byte, scale, kind, 2 * COLUMNS, DEPTH, PACKED)
-        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
-        x_at += DEPTH
-        block_at += DEPTH // 2
-        scale = following
-    bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
-    total = total.to(kind).to(tl.float32)
+    row, column = first + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there, output = row < end, column < outputs
+    total = _sums(
+        x_ptr, row, there, STEPS * DEPTH, word_ptr, power_ptr, expert, column % outputs, outputs, kind, STEPS, HALVES, ROWS,
+        COLUMNS, DEPTH, PRECISION,
+    )  # fmt: skip
     if RANK:
         total = add_low_rank(
-            total, kind, low_ptr, up_ptr, row, there, both, both >= 0, expert, rank, up_expert, up_output, up_rank, RANK, False,
-            PRECISION,
+            total, kind, low_ptr, up_ptr, row, there[:, None], column, output, expert, rank, up_expert, up_output, up_rank,
+            RANK, True, PRECISION,
         )  # fmt: skip
-    total = (total + bias[None, :]).to(kind).to(tl.float32)
-    gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
-    state = activated(gate, up, True, limit, alpha)
-    mask = there & (column < inner)[None, :]
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
+    place = out_ptr + row.to(tl.int64)[None, :] * outputs + column[:, None]
+    tl.store(place, total.to(kind), mask=there[None, :] & output[:, None])
 
 
 @triton.jit
 def _product_kernel(
-    x_ptr, block_ptr, scale_ptr, out_ptr, bounds_ptr, inputs, outputs, experts, low_ptr, up_ptr, rank, up_expert, up_output,
-    up_rank, EXPERTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, word_ptr, power_ptr, out_ptr, bounds_ptr, outputs, experts, low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
+    EXPERTS: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix."""
@@ -151,61 +173,29 @@ def _product_kernel(
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth, half, part = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 32)[None, :]
-    kind = out_ptr.dtype.element_ty
-    row = first + tl.arange(0, ROWS)
-    there = (row < end)[:, None]
-    x_at = x_ptr + row.to(tl.int64)[:, None] * inputs + depth[None, :]
-    group = (expert * outputs + column % outputs).to(tl.int64)[:, None] * (inputs // 32)
-    block_at = block_ptr + group * 16 + half[None, :]
-    scale_at = scale_ptr + group + part
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    steps, scale = tl.cdiv(inputs, DEPTH), tl.load(scale_at, mask=part < inputs // 32, other=0)
-    for step in range(0, steps):
-        scale_at += DEPTH // 32
-        following = tl.load(scale_at, mask=part < inputs // 32 - (step + 1) * (DEPTH // 32), other=0)
-        if EVEN:
-            x, byte = tl.load(x_at, mask=there, other=0.0), tl.load(block_at)
-        else:
-            x = tl.load(x_at, mask=there & (depth < inputs - step * DEPTH)[None, :], other=0.0)
-            byte = tl.load(block_at, mask=(half < (inputs - step * DEPTH) // 2)[None, :], other=0)
-        weight = _matrix(byte, scale, kind, COLUMNS, DEPTH, PACKED)
-        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
-        x_at += DEPTH
-        block_at += DEPTH // 2
-        scale = following
-    if RANK:
-        total = add_low_rank(
-            total, kind, low_ptr, up_ptr, row, there, column, column < outputs, expert, rank, up_expert, up_output, up_rank,
-            RANK, False, PRECISION,
-        )  # fmt: skip
-    mask = there & (column < outputs)[None, :]
-    place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    tl.store(place, total.to(kind), mask=mask)
+    given = (
+        x_ptr, word_ptr, power_ptr, out_ptr, expert, first, end, outputs, low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
+    )  # fmt: skip
+    if end - first <= ROWS // 2:
+        _product_rows(*given, STEPS, HALVES, ROWS // 2, COLUMNS, DEPTH, RANK, PRECISION)
+    else:
+        _product_rows(*given, STEPS, HALVES, ROWS, COLUMNS, DEPTH, RANK, PRECISION)
 
 
 @triton.jit
-def _open_kernel(block_ptr, scale_ptr, out_ptr, count, GROUPS: tl.constexpr):
-    """Dequantise some blocks of 32 numbers."""
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    inside = group < count
-    at = tl.arange(0, 16)[None, :]
-    byte = tl.load(block_ptr + group[:, None] * 16 + at, mask=inside[:, None], other=0)
-    scale = tl.load(scale_ptr + group, mask=inside, other=0)
-    low, high = _numbers(byte, _power(scale)[:, None])
-    both = tl.reshape(tl.join(low, high), [GROUPS, 32])
-    place = out_ptr + group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(place, both.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-
-
-def tile_of(each: float, columns: int) -> Tile:
-    """Return a fast tile for this many rows of an expert, on average, and matrices `columns` outputs at a time.
-
-    In tiles of fewer than 64 rows the compiler changes the order of the inputs: numerics.exact does not use them.
-    """
-    rows = 64 if exact.enabled() else next((rows for rows in (16, 32) if each <= rows / 2), 64)
-    return Tile(rows, columns, 64, 4, 3)
+def _open_kernel(
+    word_ptr, power_ptr, out_ptr, outputs, STEPS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Dequantise a step of inputs of some outputs of an expert."""
+    step, expert = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = (output < outputs)[:, None]
+    place = ((expert * STEPS + step) * outputs + output)[:, None]
+    word = tl.load(word_ptr + place * (DEPTH // 8) + tl.arange(0, DEPTH // 8)[None, :], mask=inside, other=0)
+    power = tl.load(power_ptr + place * (DEPTH // 32) + tl.arange(0, DEPTH // 32)[None, :], mask=inside, other=0)
+    number = _matrix(word, power, out_ptr.dtype.element_ty, False, OUTPUTS, DEPTH)
+    at = out_ptr + ((expert * outputs + output)[:, None] * STEPS + step) * DEPTH + tl.arange(0, DEPTH)[None, :]
+    tl.store(at, number, mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +218,17 @@ class Low:
         return 0 if low is None else max(16, triton.next_power_of_2(low.low_RL.shape[1]))
 
 
+def tile_of(each: float, columns: int, like: Tensor, depth: int, low: Low | None) -> Tile:
+    """Return a fast tile for this many rows of an expert, on average, and matrices `columns` outputs at a time. A block with at
+    most half of the tile's rows computes half of them. It does not change a bit.
+    """
+    rows = (
+        32 if each <= 20 else 64 if each <= 40 or low is not None else 128
+    )  # no room for an adapter's product beside 128
+    stage = rows * depth * like.element_size() + 128 * depth
+    return Tile(rows, columns, depth, 4, max(1, min(4, shared_memory(like.device) // stage)))
+
+
 def packed_gate_up(
     x_TH: Tensor,
     packed: Packed,
@@ -239,12 +240,12 @@ def packed_gate_up(
     precision: str,
 ) -> Tensor:
     """Return the inner states [R, I] of sorted rows: product with gate and up, bias, and the activation of gpt-oss."""
-    x_TH, inner, tile = x_TH.contiguous(), packed.outputs // 2, tile_of(rows.each, 64)
+    x_TH, inner, tile = x_TH.contiguous(), packed.outputs // 2, tile_of(rows.each, 64, x_TH, packed.depth, low)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
-        x_TH, packed.blocks, packed.scales, bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
-        x_TH.stride(0), limit, alpha, rows.experts, *Low.given(low, x_TH), rows.top, triton.next_power_of_2(rows.experts),
-        x_TH.shape[1] % tile.depth == 0, _packs(x_TH), tile.rows, tile.columns, tile.depth, Low.width(low), precision,
+        x_TH, packed.words, packed.powers, bias_EO, out_RI, rows.order_R, rows.bounds_E, inner, x_TH.stride(0), limit, alpha,
+        rows.experts, *Low.given(low, x_TH), rows.top, triton.next_power_of_2(rows.experts), packed.steps, _halves(x_TH),
+        tile.rows, tile.columns, tile.depth, Low.width(low), precision,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
@@ -252,26 +253,24 @@ def packed_gate_up(
 
 def packed_product(x_RX: Tensor, packed: Packed, rows: Sorted, low: Low | None, precision: str) -> Tensor:
     """Return sorted rows times the matrix of their expert, [R, O]."""
-    x_RX, outputs, tile = x_RX.contiguous(), packed.outputs, tile_of(rows.each, 128)
+    x_RX, outputs, tile = x_RX.contiguous(), packed.outputs, tile_of(rows.each, 128, x_RX, packed.depth, low)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
-        x_RX, packed.blocks, packed.scales, out_RO, rows.bounds_E, x_RX.shape[1], outputs, rows.experts, *Low.given(low, x_RX),
-        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, _packs(x_RX), tile.rows, tile.columns,
-        tile.depth, Low.width(low), precision,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
+        x_RX, packed.words, packed.powers, out_RO, rows.bounds_E, outputs, rows.experts, *Low.given(low, x_RX),
+        triton.next_power_of_2(rows.experts), packed.steps, _halves(x_RX), tile.rows, tile.columns, tile.depth, Low.width(low),
+        precision, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO
 
 
-def _packs(x: Tensor) -> bool:
+def _halves(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.is_cuda and since_hopper()
 
 
 def opened(packed: Packed, dtype: torch.dtype) -> Tensor:
     """Return all matrices of a layer as one tensor [E, O, X]."""
-    count = packed.scales.numel()
-    out_EOX = torch.empty(
-        packed.experts, packed.outputs, packed.inputs, dtype=dtype, device=packed.blocks.device
-    )  # fmt: skip
-    _open_kernel[(triton.cdiv(count, GROUPS),)](packed.blocks, packed.scales, out_EOX, count, GROUPS)
+    experts, outputs = packed.experts, packed.outputs
+    out_EOX = torch.empty(experts, outputs, packed.inputs, dtype=dtype, device=packed.words.device)
+    grid = triton.cdiv(outputs, OUTPUTS), packed.steps, experts
+    _open_kernel[grid](packed.words, packed.powers, out_EOX, outputs, packed.steps, OUTPUTS, packed.depth)
     return out_EOX

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, copied_keys, per_token
 from lockstep.plan.memory_inputs import GIB, MemoryInputs, critic_parameters
-from lockstep.plan.shapes import PACKED_BYTES
+from lockstep.plan.shapes import NF4_BYTES
 
 LOGITS_BYTES = 2**31
 """A GPU's head makes logits in tiles of this many bytes (models.head_kernels.TILE_BYTES)."""
@@ -117,7 +117,8 @@ def pass_tokens(inputs: MemoryInputs, budget: int) -> int:
 def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """Return what loading makes, and what the first step adds for the rest of the run."""
     shape, element = inputs.shape, inputs.element
-    weights = element * (shape.parameters - inputs.packed) + PACKED_BYTES * inputs.packed
+    packed = shape.expert_bytes if shape.expert_bytes < 2 else NF4_BYTES
+    weights = element * (shape.parameters - inputs.packed) + packed * inputs.packed
     critic = critic_trained(inputs)
     here = 0 if inputs.offload else 1
     terms = [Term("weights", weights + element * inputs.added), Term("fp32 masters", here * inputs.masters)]

@@ -16,7 +16,7 @@ from lockstep.models.decoder import even_heads
 from lockstep.models.known import kind_of_experts
 from lockstep.models.load import refuse_unlike, structure
 from lockstep.models.states import first_state, state_layers
-from lockstep.plan.shapes import PACKED_BYTES, Linear, ModelShape
+from lockstep.plan.shapes import MXFP4_BYTES, Linear, ModelShape
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Recipe
@@ -30,7 +30,7 @@ CHOSEN_NAMES = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
     """Return the shape of the model in a folder as the recipe's run holds it. Raises ModelError as `read_shape` does."""
     shape = read_shape(folder)
-    return replace(shape, expert_bytes=PACKED_BYTES) if keeps_mxfp4(recipe.adapter) else shape
+    return replace(shape, expert_bytes=MXFP4_BYTES) if keeps_mxfp4(recipe.adapter) else shape
 
 
 def read_shape(folder: Path) -> ModelShape:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PACKED_BYTES = 0.5 + 1 / 32
-"""Bytes of a weight in 4 bits with its share of a scale, in NF4 as in MXFP4."""
+NF4_BYTES, MXFP4_BYTES = 0.5 + 1 / 32, 0.5 + 2 / 32
+"""Bytes of a weight in 4 bits with its share of a scale, as they lie in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ def experts_with_adapters(family: str, rank: int, device: str, size: int) -> Any
     ).to(device, torch.bfloat16)
     if family == "mxfp4":
         shapes = [tuple(one.shape) for one in (module.gate_up_proj, module.down_proj)]
-        module = Mxfp4Experts(module, *(Packed(*(half.to(device) for half in random_blocks(one))) for one in shapes))
+        module = Mxfp4Experts(module, *(Packed.of(*(half.to(device) for half in random_blocks(one))) for one in shapes))
     attach_to_experts(nn.ModuleDict({"mlp": nn.ModuleDict({"experts": module})}), "default", rank, 0.7)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -101,4 +101,4 @@ def keep_in_four_bits(model: Any) -> None:
         dense = layer.mlp.experts
         parts = [random_blocks(tuple(one.shape)) for one in (dense.gate_up_proj, dense.down_proj)]
         device = dense.gate_up_proj.device
-        layer.mlp.experts = Mxfp4Experts(dense, *(Packed(*(half.to(device) for half in part)) for part in parts))
+        layer.mlp.experts = Mxfp4Experts(dense, *(Packed.of(*(half.to(device) for half in part)) for part in parts))

@@ -219,7 +219,7 @@ def in_four_bits() -> None:
     from lockstep.models.mxfp4_kernels import opened
 
     dense = part("gpt-oss", "Experts")
-    packed = [Packed(*random_blocks(tuple(one.shape))) for one in (dense.gate_up_proj, dense.down_proj)]
+    packed = [Packed.of(*random_blocks(tuple(one.shape))) for one in (dense.gate_up_proj, dense.down_proj)]
     for one in packed:
         assert torch.equal(opened(one, torch.float32), one.dense(torch.float32).transpose(1, 2))
     module = Mxfp4Experts(dense, *packed)
@@ -248,7 +248,7 @@ def adapted(family: str, packed: str = "") -> None:
     model = plain(family, seed=3)
     module = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
     if packed:
-        matrices = [Packed(*random_blocks(tuple(one.shape))) for one in (module.gate_up_proj, module.down_proj)]
+        matrices = [Packed.of(*random_blocks(tuple(one.shape))) for one in (module.gate_up_proj, module.down_proj)]
         module = Mxfp4Experts(module, *matrices)
     holder = nn.ModuleDict({"experts": module})
     attach_to_experts(nn.ModuleDict({"mlp": holder}), "default", 4, 0.75)

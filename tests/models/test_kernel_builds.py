@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -34,14 +35,14 @@ WHOLE = {
     "shared": "*i32",
 }
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
-WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
+WHOLE |= {"offset_ptr": "*i64", "word": "*i32", "power": "*i16"}
 FACTORS = ("limit", "softcap", "scale", "scaling", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EXPERTS": 128, "EVEN": True, "WHOLE": True, "BOXED": False, "ROWS": 128, "HALF": 64, "SIDE": False}
 TILE |= {"COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 SIDE = TILE | {"WHOLE": False, "ROWS": 64, "HALF": 32, "SIDE": True}
 ROWS = {"TOP": 0, "SCALED": False}
 ADAPTED = {"RANK": 16}
-FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
+FOUR_BITS = {"EXPERTS": 32, "STEPS": 45, "ROWS": 128, "COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 PAIRS = {"HALF": 32, "INTERLEAVED": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
@@ -81,19 +82,19 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "experts' product, left": (expert_kernels._product_kernel, SIDE | ROWS),
     "experts' product, boxed": (expert_kernels._product_kernel, SIDE | ROWS | {"BOXED": True}),
     "experts' outer product": (expert_kernels._outer_kernel, {"SIZE": 64, "ROWS": 32, "PRECISION": "ieee"}),
-    "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": False, **FOUR_BITS}),
-    "experts' product, in four bits": (mxfp4_kernels._product_kernel, {"PACKED": False, **FOUR_BITS}),
-    "gate and up, in packed bf16": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": True, **FOUR_BITS}),
-    "experts' product, in packed bf16": (mxfp4_kernels._product_kernel, {"PACKED": True, **FOUR_BITS}),
+    "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "HALVES": False, **FOUR_BITS}),
+    "experts' product, in four bits": (mxfp4_kernels._product_kernel, {"HALVES": False, **FOUR_BITS}),
+    "gate and up, in packed bf16": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "HALVES": True, **FOUR_BITS}),
+    "experts' product, in packed bf16": (mxfp4_kernels._product_kernel, {"HALVES": True, **FOUR_BITS}),
     "gate and up, in four bits, adapted": (
         mxfp4_kernels._gate_up_kernel,
-        {"TOP": 4, "PACKED": True, **FOUR_BITS, **ADAPTED},
+        {"TOP": 4, "HALVES": True, **FOUR_BITS, **ADAPTED},
     ),
     "experts' product, in four bits, adapted": (
         mxfp4_kernels._product_kernel,
-        {"PACKED": True, **FOUR_BITS, **ADAPTED},
+        {"HALVES": True, **FOUR_BITS, **ADAPTED},
     ),
-    "experts, dequantised": (mxfp4_kernels._open_kernel, {"GROUPS": 128}),
+    "experts, dequantised": (mxfp4_kernels._open_kernel, {"STEPS": 45, "OUTPUTS": 64, "DEPTH": 64}),
     "activate": (activation_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
     "activate, back": (activation_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),
     "combine": (activation_kernels._combine_kernel, {"TOP": 8, "BIAS": True, "FACTOR": True, "BLOCK": 1024}),
@@ -251,20 +252,29 @@ def test_it_compiles(name: str, dtype: str, tmp_path_factory: pytest.TempPathFac
     assert compiled(kernel, constants, dtype).asm["cubin"]
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_a_tile_of_64_rows_does_not_permute_inputs_in_four_bits(
-    rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("name", [n for n in KERNELS if "packed bf16" in n])
+def test_four_bit_weights_go_to_tensor_cores_in_order_and_from_registers(
+    name: str, rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):
-    """With fewer rows the compiler uses older instructions. It has each thread load eight neighbouring inputs of a matrix made of
-    bytes, so that an instruction multiplies other inputs than the dense product's: sums have another order.
+    """Each instruction multiplies the inputs that it does for dense weights, and ends before a register of its weights changes:
+    the compiler uses them again for the next step. No weight goes by shared memory after it is dequantised.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
-    for name in ("gate and up, in packed bf16", "experts' product, in packed bf16"):
-        kernel, constants = KERNELS[name]
-        assert ("kWidth = 8" in compiled(kernel, constants | {"ROWS": rows}, "bf16").asm["ttgir"]) == (rows < 64)
+    kernel, constants = KERNELS[name]
+    columns = 64 if "gate" in name else 128
+    built = compiled(kernel, constants | {"ROWS": rows, "COLUMNS": columns}, "bf16", warps=4, aligned=True).asm
+    products = [line for line in built["ttgir"].splitlines() if "warp_group_dot " in line]
+    assert len(products) == 2  # of a whole block, and of one with at most half the rows
+    assert all("opIdx = 0" in line and "kWidth = 2" in line for line in products)
+    assert set(re.findall(r"wgmma.wait_group.sync.aligned (\d+)", built["ptx"])) == {"0"}
+    loops = built["ttgir"].split("scf.for")[1:]
+    assert len(loops) == 2
+    assert all("convert_layout" not in loop.split("scf.yield")[0] for loop in loops)
 
 
-def compiled(kernel: Any, constants: dict[str, Any], dtype: str) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], dtype: str, warps: int = 8, *, aligned: bool = False) -> Any:
+    """`aligned`: pointers and whole numbers are multiples of 16, as those of a model are."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -272,5 +282,7 @@ def compiled(kernel: Any, constants: dict[str, Any], dtype: str) -> Any:
     if constants.get("BOXED"):
         arguments["weight"] = f"tensordesc<{dtype}[1, {constants['COLUMNS']}, {constants['DEPTH']}]>"
     places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=arguments, constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    whole = [i for i, a in enumerate(kernel.arg_names) if aligned and arguments[a] not in ("constexpr", "fp32")]
+    divisible = {(i,): [["tt.divisibility", 16]] for i in whole}
+    source = ASTSource(fn=kernel, signature=arguments, constexprs=places, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})

@@ -18,7 +18,7 @@ from lockstep.learner.merge import merged_weights
 from lockstep.loops.start import resume_run, start_run
 from lockstep.models.nf4 import BLOCK, LEVELS, Nf4Linear, pack, unpack
 from lockstep.models.weights import frozen_names, named_weights
-from lockstep.plan.shapes import PACKED_BYTES
+from lockstep.plan.shapes import NF4_BYTES
 from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import Sampling
@@ -54,7 +54,7 @@ def test_each_weight_becomes_the_nearest_level(shape: tuple[int, int]) -> None:
 def test_zeros_stay_zeros_and_the_size_is_four_and_a_quarter_bits() -> None:
     codes, scales = pack(torch.zeros(4, 128))
     assert not unpack(codes, scales, (4, 128), torch.bfloat16).any()
-    assert codes.nbytes + scales.nbytes == PACKED_BYTES * 4 * 128
+    assert codes.nbytes + scales.nbytes == NF4_BYTES * 4 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
