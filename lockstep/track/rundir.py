@@ -45,6 +45,8 @@ LOCK = "run.lock"
 FOLDERS = ("rollouts", "scores", FOLDER)
 CODE = "code"
 """Copies of the user's files, which a run that stopped before its first step leaves, too."""
+WORKERS = "workers"
+"""Output and process ids of the workers of a run on several GPUs."""
 FOREIGN = frozenset({"wandb", "tensorboard", "trackers"})
 """Folders of trackers; W&B keeps links in its own. A run that stopped before its first step leaves them, too."""
 LEFT = (MANIFEST, RECORD, "recipe.yaml", "events.jsonl", "stall.txt", "log.txt", "report.html")
@@ -126,10 +128,15 @@ class RunDirectory(Closing):
     def resume(cls, path: str | Path, manifest: Mapping[str, object]) -> RunDirectory:
         """Lock an existing run to continue it. `manifest`, the facts of this process, becomes an entry of `attempts`.
 
-        Removes what interrupted writes left. Raises as `open`, and RunLockedError if another process writes there.
+        Removes what interrupted writes left. Raises as `open` and for a file in a folder's place, and RunLockedError if another
+        process writes there.
         """
         path = Path(path)
         cls.open(path)
+        for place in (path / name for name in (*FOLDERS, CODE, WORKERS)):
+            if place.is_file():
+                what, fix = "this is a file, but a folder of the run has this name", "move the file away, then resume"
+                raise RunDirectoryError(what, where=str(place), fix=fix)
         lock = Lock(path / LOCK)
         try:
             claim(path)

@@ -146,6 +146,19 @@ def test_resuming_appends_an_attempt_and_keeps_the_rest(tmp_path: Path) -> None:
     assert RunDirectory.open(tmp_path / "a").attempt == 2
 
 
+@pytest.mark.parametrize("name", ["rollouts", "scores", "checkpoints", "code", "workers"])
+def test_a_file_in_the_place_of_a_folder_is_named_before_the_run_goes_on(tmp_path: Path, name: str) -> None:
+    RunDirectory.create(tmp_path / "a", RECIPE, FACTS).close()
+    if (tmp_path / "a" / name).exists():
+        (tmp_path / "a" / name).rmdir()
+    (tmp_path / "a" / name).write_text("", encoding="utf-8")
+    with pytest.raises(
+        RunDirectoryError, match=rf"{name}: this is a file, but a folder .*\n  to fix: move the file away"
+    ):
+        RunDirectory.resume(tmp_path / "a", FACTS)
+    assert len(RunDirectory.open(tmp_path / "a").manifest()["attempts"]) == 1
+
+
 def test_a_reader_cannot_write_and_keys_of_the_directory_are_its_own(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run, pytest.raises(RunDirectoryError, match="attempts"):
         run.add_to_manifest({"attempts": []})
