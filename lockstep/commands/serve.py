@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.commands.eval import add_target_arguments, one_target, positive
+from lockstep.commands.view import port
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "serve", help="answer OpenAI and Anthropic clients on this machine with a model's replies"
     )
     add_target_arguments(parser)
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1; by default a free one")
+    parser.add_argument("--port", type=port, default=0, metavar="N", help="port on 127.0.0.1; by default a free one")
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the token of clients; written if it does not exist"
     )

@@ -12,7 +12,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "runs", type=Path, metavar="RUN", nargs="+", help="run directory, of a run that is over or still going"
     )
-    parser.add_argument("--port", type=_port, default=0, metavar="N", help="port on 127.0.0.1; by default a free one")
+    parser.add_argument("--port", type=port, default=0, metavar="N", help="port on 127.0.0.1; by default a free one")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _port(value: str) -> int:
+def port(value: str) -> int:
+    """Return the number of a port, as argparse asks for it."""
     number = int(value)
     if not 0 <= number < 2**16:
         raise argparse.ArgumentTypeError("must be from 0 to 65535")

@@ -45,8 +45,9 @@ def test_what_is_no_run_is_said(tmp_path: Path, printed: Printed) -> None:
     assert "no such run directory" in printed("view", tmp_path / "gone", code=6)
 
 
-def test_a_port_that_is_none_is_said(tmp_path: Path, printed: Printed) -> None:
-    assert "must be from 0 to 65535" in printed("view", tmp_path, "--port", "99999", code=2)
+@pytest.mark.parametrize("command", ["view", "serve"])
+def test_a_port_that_is_none_is_said(command: str, tmp_path: Path, printed: Printed) -> None:
+    assert "must be from 0 to 65535" in printed(command, tmp_path, "--port", "99999", code=2)
 
 
 def test_without_the_library_it_says_what_to_install(
