@@ -92,6 +92,10 @@ MOST_AUTO_SLOTS = 1024
 """More sequences hardly make decoding faster: on an H200 its matrix products are bound by arithmetic from about 200 on."""
 
 
+MOST_STEPS = 1_000_000_000
+"""The longest run."""
+
+
 class Model(Section):
     """The model to train."""
 
@@ -206,7 +210,7 @@ class Recipe(Section):
     """
     placement: Placement = Local()
     """One process, or several workers."""
-    steps: int = Field(default=50, ge=1, le=1_000_000_000)
+    steps: int = Field(default=50, ge=1, le=MOST_STEPS)
     """Training steps: each samples, grades, updates and syncs once."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the task's training questions, instead of steps (loop = rl, task file; of SFT it is sft.epochs). With both, a

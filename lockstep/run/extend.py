@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import MOST_STEPS, Recipe
 from lockstep.errors import ConfigError
 from lockstep.track.rundir import RunDirectory
 
@@ -18,6 +18,8 @@ def extend(recipe: Recipe, steps: int, run: RunDirectory) -> Recipe:
             [f"--steps {steps} is too low: the run has {recipe.steps} steps already, and --steps is the last step"],
             fix=f"give more than {recipe.steps}, or resume without --steps",
         )
+    if steps > MOST_STEPS:  # the run's recipe.yaml could not be read again
+        raise ConfigError([f"--steps {steps} is too high: must be at most {MOST_STEPS}"], fix="give fewer steps")
     if why := _depends_on_length(recipe):
         raise ConfigError([f"--steps {steps}: the run cannot be made longer: {why}"], fix=again)
     return recipe.model_copy(update={"steps": steps})
