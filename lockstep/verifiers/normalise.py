@@ -58,10 +58,8 @@ def close(value: Fraction, answer: Fraction, tolerance: float) -> bool:
 
 def plain(text: str) -> str:
     r"""Text without \text{…}-like commands, math delimiters, one trailing period, and outer whitespace. Linear."""
-    text = _unwrap(text).replace("{,}", ",").replace("\\!", "")
-    for space in _SPACES:
-        text = text.replace(space, " ")
-    text = text.strip()
+    # A row of a matrix ends with two backslashes: the second is not the one of a LaTeX space behind it.
+    text = "\\\\".join(map(_spaced, _unwrap(text).split("\\\\"))).strip()
     text = text[:-1].rstrip() if text.endswith(".") else text
     for _ in range(_MAX_WRAPS):
         inner = _inside(text)
@@ -74,6 +72,13 @@ def plain(text: str) -> str:
 def normalise_text(text: str) -> str:
     """Text for comparison: plain, whitespace runs as one space, case folded."""
     return " ".join(plain(text).split()).casefold()
+
+
+def _spaced(text: str) -> str:
+    text = text.replace("{,}", ",").replace("\\!", "")
+    for space in _SPACES:
+        text = text.replace(space, " ")
+    return text
 
 
 def _unwrap(text: str) -> str:

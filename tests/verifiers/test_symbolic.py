@@ -8,7 +8,7 @@ import pytest
 from math_verify import verify
 
 from lockstep.verifiers import symbolic
-from lockstep.verifiers.expression import decide
+from lockstep.verifiers.expression import _latex, decide
 from lockstep.verifiers.symbolic import apart, compare
 from tests.verifiers.pairs import pairs
 
@@ -78,6 +78,13 @@ def test_nothing_is_said_of_what_is_close_or_no_plain_expression(answer: str, re
 )
 def test_a_set_is_no_tuple(answer: str, reference: str, right: bool | None) -> None:
     assert decide(answer, reference, 1e-6) is right
+
+
+def test_a_space_behind_the_end_of_a_row_does_not_join_the_rows() -> None:
+    reference, swapped = "\\begin{pmatrix} x \\\\ y \\end{pmatrix}", "\\begin{pmatrix} y \\\\ x \\end{pmatrix}"
+    assert decide(reference.replace(" ", ""), reference, 1e-6) is True
+    assert compare(_latex(swapped), _latex(reference)) == "different"
+    assert _latex("1\\ 000 \\\\\\ 2") == "1 000 \\\\ 2"
 
 
 def test_variables_have_different_values() -> None:
