@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,8 +111,8 @@ class Mismatch:
             self.tokens + other.tokens,
             self.sequences + other.sequences,
             {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names},
-            max(self.largest_gap, other.largest_gap),
-            max(self.largest_weight, other.largest_weight),
+            float(np.maximum(self.largest_gap, other.largest_gap)),  # NaN if one is: max() would lose it
+            float(np.maximum(self.largest_weight, other.largest_weight)),
             _pairwise(self.token_weights, other.token_weights),
             _pairwise(self.sequence_weights, other.sequence_weights),
         )

@@ -164,7 +164,9 @@ class SpikeLog:
 
     def _triggers(self, metrics: Metrics) -> tuple[str, ...]:
         s, norm, loss = self._settings, metrics.get("grad/norm", 0.0), abs(metrics.get("loss/policy", 0.0))
-        tail = max(metrics.get("ratio/log_abs_max", 0.0), metrics.get("mismatch/max_abs_dlogp", 0.0))
+        tail = np.maximum(
+            metrics.get("ratio/log_abs_max", 0.0), metrics.get("mismatch/max_abs_dlogp", 0.0)
+        )  # NaN if one is
         far = {
             "ratio": not tail <= s.log_ratio,
             "loss": not loss <= max(LEAST_LOSS, s.times * _median(self._losses)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import islice
 
 import numpy as np
@@ -115,7 +114,7 @@ def combine(pieces: Sequence[Piece]) -> Metrics:
         return counts
     means = {name: sum(_values(pieces, name)) / tokens for name in _names([piece.sums for piece in pieces])}
     maxima = {
-        name: reduce(max, (piece.maxima[name] for piece in pieces if name in piece.maxima), -math.inf)
+        name: float(np.max([piece.maxima[name] for piece in pieces if name in piece.maxima]))  # NaN if one is
         for name in _names([piece.maxima for piece in pieces])
     }
     found = counts | means | maxima | {"loss/policy": sum(piece.loss for piece in pieces)}

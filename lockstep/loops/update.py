@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from lockstep.algorithms.build import Objective
 from lockstep.algorithms.samples import by_sample
 from lockstep.build.parts import Parts
@@ -157,9 +159,9 @@ def merged(before: Metrics, after: Metrics) -> Metrics:
         elif name.startswith(SUMMED):
             result[name] += value
         elif name.startswith(LOWEST):
-            result[name] = min(result[name], value)
+            result[name] = float(np.minimum(result[name], value))  # NaN if one is: min() and max() would lose it
         elif name.startswith(WORST):
-            result[name] = max(result[name], value)
+            result[name] = float(np.maximum(result[name], value))
         elif not name.startswith(AT_FIRST):
             result[name] = value
     return result

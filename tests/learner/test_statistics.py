@@ -62,6 +62,16 @@ def test_means_are_by_token_and_maxima_over_all():
     assert all(isinstance(value, float) for value in metrics.values())
 
 
+@pytest.mark.parametrize("order", [(math.nan, 0.5), (0.5, math.nan), (math.nan,)])
+def test_a_maximum_with_a_number_that_is_none_is_none(order: tuple[float, ...]) -> None:
+    statistics = UpdateStatistics()
+    for value in order:
+        statistics.add(inputs([-1.0], [value], [1.0]), output([0.0], [value]), 0.0, processed=1)
+    metrics = statistics.metrics()
+    for name in ("ratio/max", "mismatch/max_abs_dlogp", "mismatch/max_weight"):
+        assert math.isnan(metrics[name]), name
+
+
 def test_the_mismatch_is_that_of_the_old_policy():
     """A later update of a rollout has moved away from it on purpose; that is the ratio's business."""
     statistics = UpdateStatistics()

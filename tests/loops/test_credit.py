@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,10 @@ def test_metrics_of_several_updates_are_merged() -> None:
         "loss/policy": 4.0,
         "lr": 0.5,
     }
+
+
+def test_a_tail_that_is_no_number_in_any_update_is_none_in_the_step() -> None:
+    good = {"ratio/max": 1.5, "grad/norm": 1.0, "ratio/log_min": -1.0}
+    bad = dict.fromkeys(good, math.nan)
+    for updates in ((good, bad), (bad, good)):
+        assert all(math.isnan(value) for value in merged(*updates).values())
