@@ -114,6 +114,7 @@ class SpikeLog:
         self, recipe: Recipe, decode: Callable[[TokenIds], str], history: Sequence[Mapping[str, float]] = ()
     ) -> None:
         self._settings, self._decode = recipe.health.spikes, decode
+        self._two_policies = recipe.algorithm.old_logprobs == "rollout"
         self._norm_limit = recipe.health.spikes.norm * recipe.optimizer.max_grad_norm
         self._norms: deque[float] = deque(maxlen=RECENT)
         self._losses: deque[float] = deque(maxlen=RECENT)
@@ -129,6 +130,9 @@ class SpikeLog:
 
         Returns further metrics: signed extremes and a percentile of the log ratio.
         """
+        if self._two_policies:  # the ratio is to the engine's own
+            own = (replace(one, old_logprobs=one.rollout_logprobs) for one in batch.sequences)
+            batch = replace(batch, sequences=tuple(own))
         seen = [[_log_ratio(*one) for one in _learned(part, batch)] for part in scored]
         if not any(seen):
             return {}

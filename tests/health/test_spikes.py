@@ -74,6 +74,14 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path, tiny_model_dir: Path) 
     assert not unwatched.spikes_path.exists()
 
 
+def test_with_two_policies_the_ratio_is_to_the_engine(tmp_path: Path, tiny_model_dir: Path) -> None:
+    several = ("update.epochs=3", "optimizer.lr=0.01", "steps=2", "algorithm.old_logprobs=rollout")
+    for record in read_metrics(trained(tmp_path, tiny_model_dir, NO_EVAL, *QUIET, *several)):
+        if record.step:
+            row = record.metrics
+            assert row["ratio/log_abs_max"] == pytest.approx(max(row["ratio/log_max"], -row["ratio/log_min"])) != 0
+
+
 def test_updates_that_leap_are_named_as_ratio(tmp_path: Path, tiny_model_dir: Path) -> None:
     several = ("update.epochs=4", "optimizer.lr=0.3", "steps=2", "algorithm.old_logprobs=recompute")
     run = trained(tmp_path, tiny_model_dir, NO_EVAL, *QUIET, *several)
