@@ -262,7 +262,9 @@ def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
 
     as_text = all(map(_lone, prompts))  # a column has one type
     try:
-        table = pa.Table.from_pylist([record_of(prompt, names, as_text=as_text) for prompt in prompts])
+        records = [record_of(prompt, names, as_text=as_text) for prompt in prompts]
+        columns = dict.fromkeys(name for record in records for name in record)  # pyarrow takes those of the first row
+        table = pa.Table.from_pylist([columns | record for record in records])
         pq.write_table(table, path)
     except (pa.ArrowException, UnicodeEncodeError) as error:
         reason = " ".join(str(error).split())[:200]

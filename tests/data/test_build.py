@@ -102,6 +102,15 @@ def test_what_is_built_reads_as_what_it_was_built_from(tmp_path: Path, format: s
     assert [p.id for p in again] == ["train/1", "train/2", "train/3", "train/4"]
 
 
+def test_parquet_keeps_a_column_that_the_first_row_lacks(tmp_path: Path) -> None:
+    rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?", "answer": "2", "tests": "assert f(2)"}]
+    build([a_set(tmp_path / "a.jsonl", rows)], tmp_path / "out", "parquet")
+    assert [row.get("tests") for row in pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()] == [
+        None,
+        "assert f(2)",
+    ]
+
+
 def test_an_evaluation_set_that_training_has_is_not_built(tmp_path: Path) -> None:
     train = a_set(tmp_path / "a.jsonl", sums(10))
     held = a_set(tmp_path / "b.jsonl", [{"prompt": "3  + 1?", "answer": 4}], "id_probe")
