@@ -141,7 +141,8 @@ def _hedges(answer: str) -> bool:
     parts = re.split(r"=|\\approx\b", answer, maxsplit=8)[:8]
     values = {value for part in parts if (value := parse_number(part)) is not None}
     words = plain(answer).split()
-    apart = len(words) > 1 and all(parse_number(word) is not None for word in words)
+    mixed = len(words) == 2 and words[0].lstrip("-").isdigit() and words[1].startswith(("\\frac", "\\dfrac", "\\tfrac"))
+    apart = len(words) > 1 and not mixed and all(parse_number(word) is not None for word in words)
     several = len(split_items(answer)) != 1 or "\\cup" in answer
     return several or len(values) > 1 or apart or not _HEDGES.isdisjoint(word.casefold() for word in words)
 

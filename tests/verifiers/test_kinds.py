@@ -238,6 +238,7 @@ def math():
         ("\\frac{x+1}{2}", "\\frac{1}{2}(x+1)", True), ("(0, 1]", "[0, 1]", False), ("42", "6 \\cdot 7", True), ("42", "x = 42", True),
         ("42", "41 = 42", False), ("5", "5 \\approx 6", False), ("5", "5 \\approx 5.0", True), ("\\pi", "3", False), ("x", "y", False), ("\\{1,2\\}", "\\{2,1\\}", True), ("42", "4 2", False), ("50\\%", "0.5", True),
         ("42", "٤٢", False), ("x", "", False), ("12", "\\$12", True), ("0", "0 0", False), ("0", "not 0", False), ("0", "0 \\text{ or } 1", False), ("0", "\\text{not } 0", False),
+        ("3.5", "3 \\frac{1}{2}", True), ("-2.75", "-2 \\dfrac{3}{4}", True), ("1.5", "3 \\frac{1}{2}", False), ("3", "3 \\frac{1}{2}", False), ("0.5", "3 \\frac{1}{2}", False),
     ],
 )  # fmt: skip
 def test_expressions(math, reference, text, right):
