@@ -11,7 +11,10 @@ from lockstep.verifiers.base import shown, unscored, verdict
 from lockstep.verifiers.extract import read_answer
 from lockstep.verifiers.normalise import plain
 
-_LEADS = ("the correct answer is", "the answer is", "final answer:", "answer:", "option", "choice")
+_LEADS = (
+    *("the correct answer is:", "the answer is:", "the correct answer is", "the answer is"),
+    *("final answer:", "answer:", "option", "choice"),
+)
 _MARKS = "*_`"
 _ANOTHER = re.compile(
     r"(?<![a-z0-9])([a-z])\s*\)"  # (C), C)

@@ -48,6 +48,8 @@ def test_choices_from_the_last_line():
     verifier = made("choice", fallback="last_line", options=5)
     assert paid(verifier, "E", "It is late.\nThe answer is (E).") == 1.0
     assert paid(verifier, "E", "It may be A.\nE") == 1.0
+    assert paid(verifier, "E", "The correct answer is: **E**") == paid(verifier, "E", "The answer is: (E)") == 1.0
+    assert paid(verifier, "E", "The answer is: A or E") == 0.0
     assert paid(verifier, "E", "Every option is wrong.") == 0.0
     assert paid(verifier, "A", "A dog barks.") == 0.0
     assert paid(made("choice"), "E", "\\boxed{E}") is None  # there is no E
