@@ -49,6 +49,7 @@ ARMS = {
     "ours, no adapters, experts in MXFP4": ("ours", ["--plain", "--packed"]),
     "ours, routes replayed": ("ours", ["--replay"]),
     "vLLM": ("vllm", []),
+    "vLLM, experts in MXFP4": ("vllm", ["--packed"]),
 }
 RESULT = RESULTS / "gpu_moe.txt"
 PACKAGES = ("torch", "triton", "transformers", "vllm")
@@ -213,10 +214,13 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
 
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": dense}}
     engine = LLM(
         model=os.environ["BENCH_MODEL"],
         skip_tokenizer_init=True,
         load_format="dummy",
+        hf_overrides=mxfp4 if args.packed else {},
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=512,
@@ -328,7 +332,7 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
-    parser.add_argument("--packed", action="store_true", help="our arm with experts in MXFP4")
+    parser.add_argument("--packed", action="store_true", help="an arm with experts in MXFP4")
     parser.add_argument("--experts", action="store_true", help="our arm with adapters on experts, too")
     parser.add_argument("--plain", action="store_true", help="our arm without adapters")
     parser.add_argument("--replay", action="store_true", help="our arm with the routes of sampling replayed")

@@ -117,13 +117,14 @@ _FIRST, _SIGN = 0x81C081C0 - (1 << 32), 0x80008000 - (1 << 32)
 
 def _words(blocks_ORG: Tensor) -> Tensor:
     """Return the words of blocks [..., 16], int32 [..., 4]."""
-    bytes_4 = blocks_ORG.int().unflatten(-1, (4, 4)).unbind(-2)
+    fours = blocks_ORG.int().view(*blocks_ORG.shape[:-1], 4, 4).unbind(-2)
     low, high = (
         (c[0] & 8) << 12 | (c[0] & 7) << 6 | (c[1] & 8) << 9 | (c[1] & 7) << 3 | (c[2] & 8) << 6 | (c[2] & 7)
         | (c[3] & 8) << 11 | (c[3] & 6) << 9 | (c[3] & 1) << 13
-        for c in ([one & 15 for one in bytes_4], [one >> 4 for one in bytes_4])
+        for c in ([one & 15 for one in fours], [one >> 4 for one in fours])
     )  # fmt: skip
-    return low | high << 16
+    words: Tensor = low | high << 16
+    return words
 
 
 def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> WeightStream:
