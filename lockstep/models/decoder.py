@@ -69,4 +69,8 @@ def even_heads(model: Any) -> tuple[int, int]:
     ratios = {getattr(module, "num_key_value_groups", 0) for module in model.get_decoder().modules()} - {0}
     if getattr(config, "v_head_dim", None) not in (None, size) or len(ratios) > 1:
         return 0, 0
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
+    heads = config.num_attention_heads
+    told = getattr(config, "num_key_value_heads", None) or heads
+    return max(
+        told, heads // max(ratios, default=heads)
+    ), size  # JetMoE repeats keys itself: attention gets more heads of them

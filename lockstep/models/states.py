@@ -9,8 +9,10 @@ Legend: T tokens of the stream, N rows, H hidden.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -25,6 +27,10 @@ Run: TypeAlias = Callable[[Tensor, State | None], tuple[Tensor, State]]
 """A layer's own pass over rows of equal length: [N, T, H] and the state before them to [N, T, H] and the state behind."""
 CACHES = ("cache_params", "past_key_values")
 """Names under which these layers take a cache."""
+UPDATE = "mamba2_selective_state_update"
+_NO_LIMIT = 0.0, float("inf")
+_STEPS: ContextVar[tuple[float, float]] = ContextVar("_STEPS", default=_NO_LIMIT)
+"""Smallest and largest time step of the Mamba 2 layer that runs now."""
 
 
 def state_layers(model: nn.Module) -> list[nn.Module]:
@@ -38,6 +44,9 @@ def follow_layouts(model: nn.Module) -> None:
         replaced: Any = module
         if not isinstance(module.__dict__.get("forward"), _ByLayout):
             replaced.forward = _ByLayout(module)
+        names = vars(sys.modules[type(module).__module__])
+        if UPDATE in names and not isinstance(names[UPDATE], _Limited):
+            names[UPDATE] = _Limited(names[UPDATE])
 
 
 def first_state(module: nn.Module, hidden: int) -> State:
@@ -76,12 +85,31 @@ class _ByLayout:
             others.pop(name, None)
 
         def run(hidden_NTH: Tensor, state: State | None) -> tuple[Tensor, State]:
-            carried = _Carried(state)
-            output = type(module).forward(module, hidden_NTH, **{self.cache: carried}, **others)
+            carried, limit = _Carried(state), _STEPS.set(getattr(module, "time_step_limit", _NO_LIMIT))
+            try:
+                output = type(module).forward(module, hidden_NTH, **{self.cache: carried}, **others)
+            finally:
+                _STEPS.reset(limit)
             return output, carried.state
 
         output_TH: Tensor = layout.mix(module.layer_idx, hidden_states[0], run)
         return output_TH[None]
+
+
+class _Limited:
+    """Update of a Mamba 2 layer's state by one token that keeps the limits of time steps, as longer passes do.
+
+    transformers (5.23) forgets them here: Nemotron-H, which has one, would not sample as it trains.
+    """
+
+    def __init__(self, update: Any) -> None:
+        self.update = update
+
+    def __call__(
+        self, state: Tensor, hidden: Tensor, dt: Tensor, *others: Any, dt_bias: Tensor, dt_softplus: bool, **more: Any
+    ) -> Any:
+        dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*_STEPS.get())
+        return self.update(state, hidden, dt, *others, **more)
 
 
 class _Carried:

@@ -146,6 +146,16 @@ def test_a_freed_row_leaves_nothing_to_the_next(family: str) -> None:
         np.testing.assert_allclose(together[one.id].logprobs, alone.logprobs, atol=0 if family == "qwen3.5" else 1e-5)
 
 
+def test_short_time_steps_are_as_long_in_sampling_as_in_training() -> None:
+    """Nemotron-H has a least time step. transformers keeps to it in passes of several tokens alone."""
+    reference = random_model(hf.NemotronHForCausalLM, small_config(hf.NemotronHConfig()), "eager")
+    for layer in state_layers(reference):
+        nn.init.constant_(layer.dt_bias, -12.0)  # steps of 6e-6
+    done = finish(engine_over(twin(reference)), [request("a", tokens(5, 1), Sampling(12, ignore_eos=True))])["a"]
+    wanted = logprobs_of(reference, (*done.request.prompt_ids, *done.ids)).numpy()[-len(done.ids) :]
+    np.testing.assert_allclose(done.logprobs, wanted, atol=1e-5)
+
+
 def test_layers_with_a_state_are_found_and_copied_with_their_model() -> None:
     model = plain("qwen3.5")
     (layer,) = state_layers(model)

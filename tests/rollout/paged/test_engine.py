@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from lockstep.config.schema import Lora
@@ -96,6 +97,16 @@ def test_it_samples_and_scores_as_transformers_does(family: str):
         np.testing.assert_allclose(scored[name], expected, atol=TOLERANCE)
     # A number that falls between two tokens' bounds by less than rounding may go either way: not more than one sample may differ.
     assert sum(done[name].ids != other[name].ids for name in done) <= 1
+
+
+def test_pages_have_as_many_heads_as_attention_gets_keys_of():
+    """JetMoE repeats its keys for each expert itself; its config counts them before."""
+    config = small_config(hf.JetMoeConfig())
+    config.max_position_embeddings = 256
+    reference = random_model(hf.JetMoeForCausalLM, config, "eager")
+    for done in finish(paged_over(twin(reference)), mixed_requests()).values():
+        expected = logprobs_of(reference, (*done.request.prompt_ids, *done.ids)).numpy()
+        np.testing.assert_allclose(done.logprobs, expected[len(done.request.prompt_ids) - 1 :], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FUSED)
