@@ -17,9 +17,10 @@ from lockstep.config.schema import Model
 from lockstep.errors import ModelError
 from lockstep.models.attention import NAME
 from lockstep.models.load import load_model
-from lockstep.models.mxfp4 import dequantise, is_mxfp4, read_weights
+from lockstep.models.mxfp4 import Packed, dequantise, is_mxfp4, read_weights
 from lockstep.models.resolve import resolve
 from lockstep.models.stored import stored_parameters
+from lockstep.plan.shapes import MXFP4_BYTES
 from tests.models.mxfp4_files import decoded, random_blocks, write_mxfp4_model
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -47,6 +48,17 @@ def test_two_codes_of_a_byte_and_a_scale() -> None:
     numbers = dequantise(blocks, torch.tensor([[129]], dtype=torch.uint8), torch.float32)[:, 0].tolist()
     assert (numbers[0], numbers[1], numbers[30], numbers[31]) == (-4.0, 24.0, -24.0, 2.0)
     assert not any(numbers[2:30])
+
+
+@pytest.mark.parametrize("inputs", [32, 64, 96, 128])
+def test_rearranged_numbers_are_those_that_loops_read(inputs: int) -> None:
+    """Steps of 32 and of 64 inputs, every byte in every place, and scales from the least to the largest."""
+    blocks, _ = random_blocks((2, inputs, 300))
+    scales = torch.randint(0, 129, blocks.shape[:3], dtype=torch.uint8)
+    packed = Packed.of(blocks, scales)
+    assert (packed.experts, packed.inputs, packed.outputs) == (2, inputs, 300)
+    assert torch.equal(packed.dense(torch.float32), decoded(blocks, scales))
+    assert packed.words.nbytes + packed.powers.nbytes == MXFP4_BYTES * 2 * inputs * 300
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
