@@ -29,7 +29,7 @@ class EvalMode(Section):
     maj@8, nondet_proxy."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
-    samples: int = Field(default=1, ge=1)
+    samples: int = Field(default=1, ge=1, le=100_000)
     """Replies per item. At temperature 0 more than one only in the mode nondet_proxy, which shows differences by the hardware's
     rounding."""
     estimates: list[str] = Field(default_factory=list)

@@ -318,7 +318,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         runs = (entry for entry in path.parent.glob("*/") if is_run(entry) and (entry / "recipe.yaml").is_file())
         near = sorted(entry.name for entry in runs)
         fix = f"choose from {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
-        raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
+        what = "this is a file, not a run directory" if path.is_file() else "no such run directory"
+        raise RunDirectoryError(what, where=str(path), fix=fix)
     if not (path / MANIFEST).exists():
         fix = "if its process was killed while starting, start the run again with `lockstep train RECIPE`"
         raise RunDirectoryError("this is not a run directory: it has no manifest.json", where=str(path), fix=fix)

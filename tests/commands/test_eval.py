@@ -194,7 +194,7 @@ def test_a_model_that_moved_is_named_beside_another_recipe(model: Path, tmp_path
     assert (code, "verdict" in out) == (0, True)
 
 
-@pytest.mark.parametrize("mode", ["avg@1", "maj@1", "nondet_proxy@0"])
+@pytest.mark.parametrize("mode", ["avg@1", "maj@1", "nondet_proxy@0", "pass@999999999"])
 def test_modes_that_mean_nothing_are_refused(run: Path, said: Said, mode: str) -> None:
     code, _, err = said("eval", run, "--mode", mode)
     assert (code, f"--mode {mode}: " in err) == (2, True)

@@ -45,6 +45,7 @@ def test_a_finished_run_ends_with_0_and_its_table(tmp_path: Path, tiny_model_dir
         (["--resume", "runs/x", "steps=9"], 2, "for a longer run write --steps 9"),
         (["--resume", "runs/x", "optimizer.lr=1"], 2, "a resumed run keeps its own recipe"),
         (["--resume", "nowhere/x"], 6, "no such run directory"),
+        (["--resume", __file__], 6, "this is a file, not a run directory"),
         (["quickstart", "optimizer.lrr=1"], 2, "did you mean optimizer.lr?"),
         (["quickstart", "model=/nowhere/model", "runs_dir=TMP"], 4, "no such folder"),
         (["TMP/r.yaml", "--allow-fallback"], 2, "--allow-fallback works only with --resume"),
