@@ -312,9 +312,7 @@ def _modes_called(modes: Sequence[EvalMode], name: str) -> list[EvalMode]:
         preset = preset_mode(name)
     except ValidationError as error:  # avg@1
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(
-            [f"--mode {name}: {reason}"], fix="ask for 2 to 100,000 samples, or for greedy_pass@1"
-        ) from None
+        raise ConfigError([f"--mode {name}: {reason}"], fix="ask for 2 to 100,000, or for greedy_pass@1") from None
     if preset is not None:
         return [preset]
     match name:
@@ -323,9 +321,7 @@ def _modes_called(modes: Sequence[EvalMode], name: str) -> list[EvalMode]:
         case "sampled":
             return [mode for mode in modes if mode.temperature > 0] or [EvalMode(name="sampled", temperature=1.0)]
         case _:
-            names = dict.fromkeys(
-                ["greedy", "sampled", "all", *(mode.name for mode in modes), "avg@N", "pass@K", "maj@N"]
-            )
+            names = dict.fromkeys(("greedy", "sampled", "all", *(m.name for m in modes), "avg@N", "pass@K", "maj@N"))
             raise ConfigError([f"--mode {name}: there is no such mode; there are {', '.join(names)}"])
 
 
