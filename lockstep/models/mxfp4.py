@@ -94,8 +94,8 @@ class Packed:
         import torch
 
         word = self.words[expert]
-        first, second, third = (word << shift & _FIRST for shift in (0, 3, 6))
-        fourth = (word << 1 & _SIGN) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
+        first, second, third = (word << shift & FIRST for shift in (0, 3, 6))
+        fourth = (word << 1 & SIGN) | (word >> 3 & EXPONENT) | (word >> 7 & MANTISSA)
         numbers = torch.stack([first, second, third, fourth], -1).view(torch.bfloat16).float()
         blocks = numbers.view(self.steps, self.outputs, -1, 4, 4, 2)  # of a block: word, number of a half, half
         blocks *= self.powers[expert].view(torch.bfloat16).float()[..., None, None, None]
@@ -111,8 +111,8 @@ class Packed:
         return result
 
 
-_FIRST, _SIGN = 0x81C081C0 - (1 << 32), 0x80008000 - (1 << 32)
-"""The bits of the first number, and the sign of a number, in both halves of a word of type int32."""
+FIRST, SIGN, EXPONENT, MANTISSA = 0x81C081C0 - (1 << 32), 0x80008000 - (1 << 32), 0x01800180, 0x00400040
+"""Bits of the first number of both halves of a word of type int32: all, its sign, its exponent, its mantissa."""
 
 
 def _words(blocks_ORG: Tensor) -> Tensor:

@@ -21,12 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.device import shared_memory, since_hopper
+from lockstep.models import mxfp4
 from lockstep.models.activation_kernels import activated, add_low_rank
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, block_of, blocks
 
+FIRST, SIGN = tl.constexpr(mxfp4.FIRST), tl.constexpr(mxfp4.SIGN)
+EXPONENT, MANTISSA = tl.constexpr(mxfp4.EXPONENT), tl.constexpr(mxfp4.MANTISSA)
 OUTPUTS = 64
 """Outputs of which one program dequantises a step of inputs."""
 SCALE_PAIR: tl.constexpr = tl.constexpr("{\n.reg .b32 both;\nmul.rn.bf16x2 both, $2, $3;\nmov.b32 {$0, $1}, both;\n}")
@@ -56,11 +59,11 @@ def _matrix(word, power, kind: tl.constexpr, HALVES: tl.constexpr, OUTPUTS: tl.c
     power = power | (power << 16)
     word = tl.reshape(word, [OUTPUTS, DEPTH // 32, 4])
     power = tl.broadcast_to(power[:, :, None], [OUTPUTS, DEPTH // 32, 4])
-    last = ((word << 1) & -0x7FFF8000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
-    first = _pair(word & -0x7E3F7E40, power, kind, HALVES)
-    second = _pair((word << 3) & -0x7E3F7E40, power, kind, HALVES)
-    third = _pair((word << 6) & -0x7E3F7E40, power, kind, HALVES)
-    number = tl.join(tl.join(first, second), tl.join(third, _pair(last, power, kind, HALVES)))
+    first = _pair(word & FIRST, power, kind, HALVES)
+    second = _pair((word << 3) & FIRST, power, kind, HALVES)
+    third = _pair((word << 6) & FIRST, power, kind, HALVES)
+    bits = ((word << 1) & SIGN) | ((word >> 3) & EXPONENT) | ((word >> 7) & MANTISSA)
+    number = tl.join(tl.join(first, second), tl.join(third, _pair(bits, power, kind, HALVES)))
     return tl.reshape(tl.permute(number, [0, 1, 5, 4, 2, 3]), [OUTPUTS, DEPTH])
 
 

@@ -68,10 +68,11 @@ def write_mxfp4_model(
 
 
 def random_blocks(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a parameter [experts, inputs, outputs]."""
+    """Codes and scales of a parameter [experts, inputs, outputs], always the same ones."""
     experts, inputs, outputs = shape
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    draw = torch.Generator().manual_seed(inputs)
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8, generator=draw)
     return blocks, scales
 
 
