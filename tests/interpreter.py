@@ -15,7 +15,8 @@ import numpy as np
 def interpreted(check: Callable[..., None], *given: str, seconds: float = 600) -> None:
     """Run a function of a test file under the interpreter; what it asserts is asserted here."""
     mended = "from tests.interpreter import mend; mend()"
-    code = f"{mended}; from {check.__module__} import {check.__name__} as check; check(*{given!r})"
+    seeded = "import torch; torch.manual_seed(0)"
+    code = f"{mended}; from {check.__module__} import {check.__name__} as check; {seeded}; check(*{given!r})"
     root = Path(__file__).parents[1]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
