@@ -312,7 +312,7 @@ def _modes_called(modes: Sequence[EvalMode], name: str) -> list[EvalMode]:
         preset = preset_mode(name)
     except ValidationError as error:  # avg@1
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError([f"--mode {name}: {reason}"], fix="ask for 2 to 100,000, or for greedy_pass@1") from None
+        raise ConfigError([f"--mode {name}: {reason}"], fix="take 2 to 100,000 samples, or greedy_pass@1") from None
     if preset is not None:
         return [preset]
     match name:

@@ -74,7 +74,7 @@ class Lora(_Adapted):
     base: Literal["full", "nf4", "mxfp4"] = "full"
     """Form of the frozen weights. nf4 keeps the layers under adapters in 4.25 bits a weight (QLoRA, arXiv 2305.14314): a
     quarter of the memory, a slower, slightly different model, which is the one trained and sampled. mxfp4 keeps the experts of
-    an MXFP4 checkpoint (gpt-oss) as they are stored, also in 4.25 bits: the same model. Native engine only."""
+    an MXFP4 checkpoint (gpt-oss) in four bits, 4.5 with their scales: the same model. Native engine only."""
 
     @property
     def scaling(self) -> float:

@@ -71,6 +71,6 @@ def even_heads(model: Any) -> tuple[int, int]:
         return 0, 0
     heads = config.num_attention_heads
     told = getattr(config, "num_key_value_heads", None) or heads
-    return max(
-        told, heads // max(ratios, default=heads)
-    ), size  # JetMoE repeats keys itself: attention gets more heads of them
+    # JetMoE repeats its keys itself: attention gets more heads of them than the config tells.
+    seen = heads // max(ratios, default=heads)
+    return max(told, seen), size
