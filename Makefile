@@ -21,7 +21,7 @@ WORKERS ?= 3
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install test test-all coverage mutations lint format docs constraints lock lock-check quickstart sft-then-rl clean
+.PHONY: help install test test-all coverage mutations lint style format docs constraints lock lock-check quickstart sft-then-rl clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -50,8 +50,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 test: install  ## the fast tests: all but those marked slow
 	$(PYTEST) -m 'not slow'
 
-test-all: lint  ## style, types, layers and all tests, with more random examples; CI runs this
-	$(PYTEST) --hypothesis-profile full
+# Types are checked beside the tests, most of which wait for other processes now and then.
+test-all: style  ## style, types, layers and all tests, with more random examples; CI runs this
+	$(BIN)/mypy & types=$$!; $(PYTEST) --hypothesis-profile full; wait $$types
 
 coverage: install  ## all tests, and which lines none of them runs
 	$(PYTEST) --cov --cov-report=term
@@ -59,10 +60,12 @@ coverage: install  ## all tests, and which lines none of them runs
 mutations: install  ## put known mistakes into a copy of the package, one by one; the fast tests must notice each
 	$(BIN)/python -m tests.mutations
 
-lint: install
+lint: style
+	$(BIN)/mypy
+
+style: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
 format: install  ## put the sources into shape

@@ -41,7 +41,7 @@ adapter: {{kind: lora}}
 numerics: {{train: mxfp4-w4a4}}
 task: {{kind: file, data: {folder}/asked.jsonl, heldout_rows: {items}, verifier: {{kind: numeric, fallback: none}}}}
 chat: {{suffix: "\\nPut your final answer in \\\\boxed{{}}."}}
-sft: {{data: {folder}/shown.jsonl, sequences_per_step: 8, max_tokens: 96}}
+sft: {{data: {folder}/shown.jsonl, sequences_per_step: 8, max_tokens: 96, validation_rows: 8}}
 optimizer: {{lr: 1.0e-3}}
 rollout: {{max_tokens: 16, slots: 64}}
 eval: {{items: {items}, at_start: false, modes: [{{name: greedy}}]}}
@@ -58,7 +58,7 @@ def lockstep(*words: object, code: int = 0) -> str:
 
 def train(folder: Path) -> Path:
     """Five steps teach the form of an answer: a number of eight digits, copied into a box. The base never writes a box."""
-    numbers = random.Random(0).sample(range(10 ** (DIGITS - 1), 10**DIGITS), 160)
+    numbers = random.Random(0).sample(range(10 ** (DIGITS - 1), 10**DIGITS), 104)
     for name, chosen, answer in (("asked", numbers[:80], "{}"), ("shown", numbers[80:], "\\boxed{{{}}}")):
         rows = [{"prompt": f"Write the number {n}.", "answer": answer.format(n)} for n in chosen]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

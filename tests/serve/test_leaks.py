@@ -109,7 +109,7 @@ class Client:
     ("kind", "requests"),
     [
         (NativeEngine, 320),
-        pytest.param(NativeEngine, 10_000, marks=pytest.mark.slow),
+        pytest.param(NativeEngine, 4_000, marks=pytest.mark.slow),
         pytest.param(PagedEngine, 640, marks=pytest.mark.slow),
     ],
 )

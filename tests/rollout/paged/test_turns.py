@@ -233,10 +233,10 @@ def test_no_page_is_lost_in_any_conversation(seed: int):
 
 @pytest.mark.slow
 def test_no_page_is_lost_in_hundreds_of_requests(monkeypatch: pytest.MonkeyPatch):
-    clients = talk(1, 250, monkeypatch)
+    clients = talk(1, 120, monkeypatch)
     print(f"{clients.count} prompts, {clients.checked} replies compared; tokens reused: {clients.engine.reused}")
-    assert clients.count >= 500
-    assert clients.engine.reused > 20_000
+    assert clients.count >= 250
+    assert clients.engine.reused > 10_000
 
 
 def test_episodes_of_an_environment_process_less_than_half_and_keep_nothing_at_their_end(
