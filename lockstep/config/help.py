@@ -190,7 +190,7 @@ def settings_markdown(model: type[Section] = Recipe) -> str:
     lines = [
         "# Settings",
         "",
-        "<!-- Generated from lockstep/config/schema.py and algorithm.py by `python -m lockstep.config.help`; do not edit. -->",
+        "<!-- Generated from the modules of lockstep/config by `python -m lockstep.config.help`; do not edit. -->",
         "",
         "A recipe is a YAML file with the settings that differ from these defaults. On the command line a setting is written",
         "with its path: `lockstep train recipe.yaml optimizer.lr=3e-6`. Later arguments win. Where a section has variants,",
