@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.load import dump, load_run
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
 OWN = ("name", "runs_dir", "track")
 """Settings that change no number of a run."""
-WINDOW = 10
-"""Steps of a row in the table of rewards."""
 SHOWN = ("reward/mean", "validation/loss", "length/mean", "grad/norm")
+"""Metrics whose means are compared."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -160,22 +158,11 @@ def _sources_now(run: RunDirectory) -> dict[str, str]:
 def report(a: RunDirectory, b: RunDirectory) -> list[str]:
     """Return the tables: metrics by stretches of steps, and the last scores item by item."""
     from lockstep.commands.compare import compare_pair, find_pairs, lines_of
+    from lockstep.scoring.notes import means_by_stretch
     from lockstep.track.text import plain_table
     from lockstep.track.writer import read_metrics
 
-    rows = [read_metrics(run) for run in (a, b)]
-    last = max((row.step for side in rows for row in side), default=0)
-    names = [name for name in SHOWN if any(name in row.metrics for side in rows for row in side)]
-    table = []
-    for start in range(1, last + 1, WINDOW):
-        end = min(start + WINDOW - 1, last)
-        cells = [f"{start}-{end}"]
-        for name in names:
-            found = [
-                [row.metrics[name] for row in side if start <= row.step <= end and name in row.metrics] for side in rows
-            ]
-            cells += [f"{fmean(values):.4g}" if values else "" for values in found]
-        table.append(cells)
+    names, table = means_by_stretch([read_metrics(run) for run in (a, b)], SHOWN)
     columns = ["steps", *(f"{name} {side}" for name in names for side in "AB")]
     lines = plain_table("means over steps", columns, table).split("\n")
     try:

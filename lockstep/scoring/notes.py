@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,7 @@ from lockstep.track.writer import StepRecord, read_events, read_metrics
 
 FILE = "NOTES.md"
 STRETCH = 10
-"""Steps of a row of the table."""
+"""Steps of a row of a table."""
 COLUMNS = ("reward/mean", "validation/loss", "length/mean", "grad/norm", "kl/k1")
 TROUBLE = ("warning", "health")
 """Kinds of events that are counted."""
@@ -76,15 +77,26 @@ def summary(run: RunDirectory) -> str:
 
 def stretches(rows: Sequence[StepRecord], warned: Sequence[int]) -> list[str]:
     """Return a table of means by ten steps, with the number of warnings in each."""
-    last = max((row.step for row in rows), default=0)
-    names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
+    names, means = means_by_stretch([rows], COLUMNS)
+    warnings = Counter((step - 1) // STRETCH for step in warned)
+    table = [[*cells, str(warnings[number])] for number, cells in enumerate(means)]
+    return plain_table("", ["steps", *names, "warnings"], table).split("\n")
+
+
+def means_by_stretch(runs: Sequence[Sequence[StepRecord]], wanted: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the wanted metrics that a run has, and a row for each stretch: its steps, and each metric's mean in each run."""
+    names = [name for name in wanted if any(name in row.metrics for rows in runs for row in rows)]
+    last = max((row.step for rows in runs for row in rows), default=0)
     table = []
     for start in range(1, last + 1, STRETCH):
         steps = range(start, min(start + STRETCH, last + 1))
-        values = [[row.metrics[name] for row in rows if row.step in steps and name in row.metrics] for name in names]
-        means = [f"{fmean(found):.4g}" if found else "" for found in values]
-        table.append([f"{steps[0]}-{steps[-1]}", *means, str(sum(step in steps for step in warned))])
-    return plain_table("", ["steps", *names, "warnings"], table).split("\n")
+        cells = [f"{steps[0]}-{steps[-1]}"]
+        for name in names:
+            for rows in runs:
+                values = [row.metrics[name] for row in rows if row.step in steps and name in row.metrics]
+                cells.append(f"{fmean(values):.4g}" if values else "")
+        table.append(cells)
+    return names, table
 
 
 def _scores(run: RunDirectory, rows: Sequence[StepRecord]) -> list[str]:
