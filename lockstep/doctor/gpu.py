@@ -149,7 +149,8 @@ def judge_processes(processes: Sequence[Process], own: frozenset[int], gpus: Seq
 
 def check_busy(device: Literal["auto", "cpu", "cuda"], needed: int, *, allowed: bool) -> list[Check]:
     """Check that no other process is on the first `needed` GPUs, which a run takes. `allowed`: it is no more than a warning."""
-    if device == "cpu" or not (gpus := gpus_here()[:needed]):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the run takes the CPU
+    if device == "cpu" or hidden or not (gpus := gpus_here()[:needed]):
         return []
     mine = {gpu.uuid for gpu in gpus}
     check = judge_processes([one for one in gpu_processes() if one.gpu in mine], own_processes(), gpus)

@@ -152,6 +152,10 @@ def test_a_run_does_not_start_on_a_gpu_that_others_use(tmp_path: Path, monkeypat
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(MachineError, match="999999 vllm"):
         require_machine(Recipe(placement={"kind": "colocated", "gpus": 2}))  # type: ignore[arg-type]
+    smi(tmp_path, f"case $1 in --query-gpu*) /bin/cat {tmp_path}/gpus;; *) echo GPU-a, 999999, vllm, 90112;; esac")
+    for hidden in ("", "-1"):  # no GPU is taken, whoever is on the first
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert "gpu processes" not in [check.name for check in require_machine(Recipe())]
 
 
 def test_an_allocator_that_does_not_go_with_vllm_is_found() -> None:
