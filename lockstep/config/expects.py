@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from lockstep.config.section import Section
+from lockstep.config.text import read
 from lockstep.errors import ConfigError
 
 
@@ -44,12 +44,15 @@ class Expects(Section):
 def expects_of(recipe: Path) -> Expects:
     """Return what is published about a recipe. Raises ConfigError if no file beside it says it."""
     path = recipe.with_suffix(".expects.yml")
-    try:
-        return TypeAdapter(Expects).validate_python(yaml.safe_load(path.read_text("utf-8")))
-    except OSError:
+    if not path.exists():
         raise ConfigError(
             [f"{path}: there is no such file; the published results to compare {recipe.name} with are read from it"],
             fix="write this file in the form of recipes/tasks/gsm8k_0.5b.expects.yml, or give a recipe of recipes/tasks",
-        ) from None
-    except (ValidationError, yaml.YAMLError) as error:
+        )
+    document = read(path)
+    if document.mistakes:
+        raise ConfigError(document.mistakes)
+    try:
+        return Expects.model_validate(document.value)
+    except ValidationError as error:
         raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from None

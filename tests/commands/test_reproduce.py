@@ -134,6 +134,19 @@ def test_a_recipe_without_published_figures_is_refused(tmp_path: Path, printed: 
     )
 
 
+def test_a_file_of_figures_that_cannot_be_read_is_named(tmp_path: Path, printed: Printed) -> None:
+    recipe = copied(tmp_path, ROOT / "recipes" / "quickstart.yaml", {})
+    figures = Path(recipe).with_suffix(".expects.yml")
+    for content, said in (
+        (b"counts: []  # \xff", "quickstart.expects.yml:1: not UTF-8"),
+        (b"counts: []\ncounts: []", "quickstart.expects.yml:2: counts: written twice"),
+        (b"counts: [", "quickstart.expects.yml:1: "),
+        (b"counts: [{of: train}]", "quickstart.expects.yml: "),
+    ):
+        figures.write_bytes(content)
+        assert said in printed("reproduce", recipe, code=2)
+
+
 def test_the_stages_of_numinamath_are_counted(tmp_path: Path, printed: Printed) -> None:
     rows: list[dict[str, str]] = []
 
