@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.types import Score
 
 RANGE = re.compile(r"([0-9.]*):([0-9.]*)")
+ROLES = ("train", "id_probe", "ood_probe", "sanity")
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 
 
@@ -69,9 +70,7 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
         "nondet_proxy@8 (default all)",
     )  # fmt: skip
     parser.add_argument("--items", type=positive, metavar="N", help="problems, instead of the recipe's number")
-    parser.add_argument(
-        "--role", choices=("train", "id_probe", "ood_probe", "sanity"), help="this set alone, instead of the recipe's"
-    )
+    parser.add_argument("--role", choices=ROLES, help="this set alone, instead of the recipe's")
     parser.add_argument("--numerics", metavar="X", help="compute in these numerics (numerics.eval); part of the score")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the scores, instead of the run's own")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.evaluation.probes import Headroom
     from lockstep.types import Score
 
-FORMAT_ITEMS, HEADROOM_ITEMS, HEADROOM_SAMPLES, SMOKE_STEPS = 40, 12, 8, 6
+FORMAT_ITEMS, HEADROOM_ITEMS, SMOKE_STEPS = 40, 12, 6
 SHOWN = ("reward/mean", "advantage/std", "grad/norm", "length/truncated")
 """Metrics of the last step of the short run that are printed."""
 
@@ -120,14 +120,14 @@ def _format(recipe: Recipe, args: argparse.Namespace) -> Check:
 
 
 def _headroom(recipe: Recipe, args: argparse.Namespace) -> Check:
-    from lockstep.config.schema import EvalMode
+    from lockstep.commands.probe import HEADROOM_SAMPLES, headroom_mode
     from lockstep.evaluation.probes import headroom_lines, probe_headroom
 
     group = recipe.samples_per_prompt
     samples = max(HEADROOM_SAMPLES, group)
-    mode = EvalMode(name="headroom", temperature=recipe.rollout.temperature, samples=samples)
     items = _there(recipe, "train", args.headroom_items)
-    probe = probe_headroom(_score(recipe, "train", items, mode).results, samples, group)
+    score = _score(recipe, "train", items, headroom_mode(recipe, samples))
+    probe = probe_headroom(score.results, samples, group)
     return judged(probe, group, headroom_lines(probe, group)[-1].removeprefix("advice: "))
 
 

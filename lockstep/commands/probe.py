@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.commands.eval import Progress, add_target_arguments, find_targets, positive
+from lockstep.commands.eval import ROLES, Progress, add_target_arguments, find_targets, positive
 from lockstep.errors import ConfigError, EvaluationError
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import EvalMode
+    from lockstep.config.schema import EvalMode, Recipe
     from lockstep.scoring.targets import Target
     from lockstep.types import Score
 
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action.add_argument("--items", type=positive, default=items, metavar="N", help=f"questions (default {items})")
         action.add_argument(
             "--role",
-            choices=("train", "id_probe", "ood_probe", "sanity"),
+            choices=ROLES,
             default=role,
             help=f"which set (default {role})",
         )
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError(f"no-go: {form.what} in {form.rate:.1%} of replies, below 95 %", where=target.label)
         return 0
     samples = args.samples or max(HEADROOM_SAMPLES, target.recipe.samples_per_prompt)
-    score = measure(target, args, headroom_mode(target, samples))
+    score = measure(target, args, headroom_mode(target.recipe, samples))
     group = target.recipe.samples_per_prompt
     print("\n".join(headroom_lines(probe_headroom(score.results, samples, group), group)))
     return 0
@@ -75,7 +75,7 @@ def format_mode() -> EvalMode:
     return EvalMode(name="greedy_pass@1")
 
 
-def headroom_mode(target: Target, samples: int) -> EvalMode:
+def headroom_mode(recipe: Recipe, samples: int) -> EvalMode:
     """Return the mode of training samples: at their temperature."""
     from lockstep.config.schema import EvalMode
 
@@ -83,7 +83,7 @@ def headroom_mode(target: Target, samples: int) -> EvalMode:
         raise ConfigError(
             ["--samples is too low: a group needs at least two samples"], fix="set --samples to 8 or more"
         )
-    return EvalMode(name="headroom", temperature=target.recipe.rollout.temperature, samples=samples)
+    return EvalMode(name="headroom", temperature=recipe.rollout.temperature, samples=samples)
 
 
 def measure(target: Target, args: argparse.Namespace, mode: EvalMode) -> Score:
