@@ -32,7 +32,7 @@ from lockstep.tasks.mixed import Mixed
 from lockstep.tasks.open_spiel import SpielGames
 from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory
-from lockstep.types import Completion, Message, Request, RolloutEngine, Sampling
+from lockstep.types import Message, Request, RolloutEngine, Sampling
 
 WHERE = "task.rival.path"
 DTYPES: Mapping[str, Literal["bf16", "fp32"]] = {"bfloat16": "bf16", "float32": "fp32"}
@@ -194,7 +194,7 @@ class OpponentSampler:
             while True:
                 self._engine.submit([self._inbox.get(), *self._waiting()])
                 for completion in self._engine.completed(self._admit):
-                    self._outbox.put((completion.request.id, self._read(completion)))
+                    self._outbox.put((completion.request.id, self._chat.answer(completion.ids)))
         except Exception as error:  # passed on to every caller that waits for its replies
             self._broken = error
 
@@ -209,6 +209,3 @@ class OpponentSampler:
                 found.append(self._inbox.get_nowait())
             except queue.Empty:
                 return found
-
-    def _read(self, completion: Completion) -> str:
-        return self._chat.answer(completion.ids)

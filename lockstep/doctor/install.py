@@ -84,12 +84,7 @@ def _way_out(wanted: Sequence[str], changes: Sequence[Change]) -> Check:
 def _requirements(word: str) -> list[str]:
     """Return the requirements of an extra of Lockstep; any other word is a requirement itself."""
     declared = metadata.requires(PACKAGE) or []
-    extra = [Requirement(line) for line in declared if _of_extra(Requirement(line), word)]
-    if extra:
-        return [
-            f"{one.name}{f'[{chr(44).join(sorted(one.extras))}]' if one.extras else ''}{one.specifier}" for one in extra
-        ]
-    return [word]
+    return [line.partition(";")[0].strip() for line in declared if _of_extra(Requirement(line), word)] or [word]
 
 
 def _of_extra(requirement: Requirement, extra: str) -> bool:

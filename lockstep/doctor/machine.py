@@ -107,8 +107,8 @@ def judge_packages(declared: list[str], installed: Mapping[str, str | None], ext
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             have = "not installed" if found is None else f"{found}, not {requirement.specifier}"
             wrong.append(f"{requirement.name} ({have})")
-            named = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-            pins.append(f"'{requirement.name}{named}{requirement.specifier}'")
+            requirement.marker = None  # pip is given the package and its versions alone
+            pins.append(f"'{requirement}'")
     if wrong:
         return Check("packages", "fail", ", ".join(wrong), f"{PIP} install {' '.join(pins)}")
     return Check("packages", "ok", f"all {count} within their ranges")
