@@ -78,6 +78,8 @@ def hosts() -> dict[str, Host]:
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file"], where="hosts", fix=example)
     document = read(path)
+    if document.mistakes:
+        raise ConfigError(document.mistakes, where="hosts", fix="correct the file")
     found = document.value.get("hosts") if isinstance(document.value, dict) else None
     if not isinstance(found, dict) or not found:
         raise ConfigError([f"{path}: the file lists no machines under `hosts`"], where="hosts", fix=example)

@@ -380,5 +380,7 @@ def test_a_wrong_configuration_is_refused(
     (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": {"spare": host}}))
     monkeypatch.setenv("LOCKSTEP_CONFIG", str(tmp_path / "hosts.yaml"))
     assert why in printed("host", "list", code=2)
+    (tmp_path / "hosts.yaml").write_text("hosts:\n  spare: {ssh: user@one}\n  spare: {ssh: user@two}\n")
+    assert "hosts.yaml:3: hosts.spare: written twice" in printed("host", "list", code=2)
     monkeypatch.setenv("LOCKSTEP_CONFIG", str(tmp_path / "none.yaml"))
     assert "there is no such file" in printed("host", "list", code=2)
