@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from lockstep.commands.eval import positive
 from lockstep.config.load import load
 from lockstep.errors import RunDirectoryError
 from lockstep.track.text import one_line, reading_line, visible
+from lockstep.types import spans
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Chat, Recipe
@@ -89,8 +89,8 @@ def _decoder(recipe: Recipe) -> Callable[[Sequence[int]], str]:
 
 def _turns(row: RolloutRow | Branch) -> list[tuple[bool, int, int]]:
     """Return the stretches of an episode: sampled or not, first id, end; nothing for a single reply."""
-    ends = [i for i in range(1, len(row.trained)) if row.trained[i] != row.trained[i - 1]]
-    return [(row.trained[a], a, b) for a, b in pairwise([0, *ends, len(row.trained)])] if ends else []
+    found = spans(row.trained)
+    return found if len(found) > 1 else []
 
 
 def word(right: bool | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from lockstep.build.parts import Parts
 from lockstep.chat.chat import ChatFormat
@@ -18,7 +17,7 @@ from lockstep.errors import ChatError, DataError
 from lockstep.seeds import seed_for
 from lockstep.track.rollouts import RolloutRow, read_rollouts, rollout_steps
 from lockstep.track.rundir import RunDirectory
-from lockstep.types import Batch, Message, Metrics, Prompt, TokenIds, TrainSequence
+from lockstep.types import Batch, Message, Metrics, Prompt, TokenIds, TrainSequence, spans
 
 SHOWN = 5
 PREFIX_SHARE = 0.125
@@ -302,12 +301,11 @@ def preview(rows: SftRows, chat: ChatFormat) -> str:
     one = rows.train[0]
     on = (False,) * len(one.prompt_ids) + one.trained
     parts, ids = [], one.prompt_ids + one.ids
-    ends = [i for i in range(1, len(ids)) if on[i] != on[i - 1]]
-    for start, end in pairwise([0, *ends, len(ids)]):
+    for carries, start, end in spans(on):
         text = str(
             chat.tokenizer.decode(list(ids[start:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
-        parts.append(f"⟦{text}⟧" if on[start] else text)
+        parts.append(f"⟦{text}⟧" if carries else text)
     return "\n".join(f"| {line}" for line in "".join(parts).split("\n"))
 
 

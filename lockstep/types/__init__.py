@@ -9,7 +9,7 @@ vocabulary, H hidden.
 
 from __future__ import annotations
 
-from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream, all_trained, count_trained, repeated
+from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream, all_trained, count_trained, repeated, spans
 from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
 from lockstep.types.protocols import (
     Critic,
@@ -88,4 +88,5 @@ __all__ = [
     "all_trained",
     "count_trained",
     "repeated",
+    "spans",
 ]

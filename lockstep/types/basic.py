@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def _repeated(number: float, count: int) -> tuple[float, ...]:
 def count_trained(mask: tuple[bool, ...]) -> int:
     """Return the number of trained tokens; that of a mask of `all_trained` without counting."""
     return len(mask) if mask is all_trained(len(mask)) else mask.count(True)
+
+
+def spans(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
+    """Return the stretches of a mask that are all True or all False: which of the two, first place, end."""
+    ends = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
+    return [(mask[start], start, end) for start, end in pairwise([0, *ends, len(mask)])] if mask else []
 
 
 class Message(TypedDict):

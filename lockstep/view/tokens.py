@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,7 +16,7 @@ from lockstep.models.builtin import BUILTINS, builtin_place
 from lockstep.models.resolve import HUB_ID
 from lockstep.track.rollouts import RolloutRow, StoredBranch
 from lockstep.track.rundir import RunDirectory
-from lockstep.types import Branch
+from lockstep.types import Branch, spans
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 TOKENIZER = "tokenizer.json"
@@ -75,16 +74,14 @@ class Tokenizer:
 
 def stretches(row: RolloutRow | Branch, decode: Decode) -> list[Stretch]:
     """Split a reply into what the policy sampled and what it was told."""
-    ends = [i for i in range(1, len(row.trained)) if row.trained[i] != row.trained[i - 1]]
     texts = pieces(row.ids, decode)
-    bounds = pairwise([0, *ends, len(row.ids)]) if row.ids else ()
     found, seen = [], 0
     learned = (row.learner_logprobs, row.entropies) if isinstance(row, RolloutRow | StoredBranch) else ((), ())
-    for a, b in bounds:
-        own = slice(seen, seen + b - a) if row.trained[a] else slice(0)
-        seen += b - a if row.trained[a] else 0
+    for sampled, a, b in spans(row.trained):
+        own = slice(seen, seen + b - a) if sampled else slice(0)
+        seen += b - a if sampled else 0
         logprobs, entropies = (values[own] for values in learned)
-        found.append(Stretch(row.trained[a], tuple(texts[a:b]), row.logprobs[a:b], logprobs, entropies))
+        found.append(Stretch(sampled, tuple(texts[a:b]), row.logprobs[a:b], logprobs, entropies))
     return found
 
 
