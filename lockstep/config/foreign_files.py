@@ -123,6 +123,6 @@ def _literal(node: ast.expr, constants: Mapping[str, ast.expr]) -> Json:
         return [_literal(item, constants) for item in node.elts]
     try:
         found: Json = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):  # {[1]: 2} has a key that cannot be one
         return ast.unparse(node)
     return found

@@ -342,6 +342,11 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, name: str
         read_settings(path)
 
 
+def test_a_value_that_python_would_refuse_is_kept_as_text(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("GRPOConfig(beta={[1]: 2}, seed=3)")
+    assert read_settings(tmp_path / "a.py")[1] == {"beta": "{[1]: 2}", "seed": 3}
+
+
 def test_a_name_that_holds_itself_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "f = [f]\nrest = {'beta': 0.1}\nGRPOConfig(max_steps=5, **rest, **more)\nGRPOTrainer(reward_funcs=f)\n"
