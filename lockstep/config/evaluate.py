@@ -234,14 +234,20 @@ class Eval(Section):
         return [(one, mode) for one in self.sets for mode in one.modes]
 
     @property
+    def scores(self) -> dict[str, tuple[EvalSet, EvalMode]]:
+        """The same by the names of the scores."""
+        return {self.score_name(one.role, mode.name): (one, mode) for one, mode in self.pairs}
+
+    @property
+    def deciding(self) -> list[str]:
+        """Names of the scores that may decide something."""
+        found = self.scores.items()
+        return [name for name, (one, mode) in found if one.role in DECIDING and not mode.name.startswith(NONDET)]
+
+    @property
     def gates(self) -> list[Gate]:
         """Return what must hold at the steps judged, the gates of the preset included."""
-        deciding = [
-            self.score_name(one.role, mode.name)
-            for one, mode in self.pairs
-            if one.role in DECIDING and not mode.name.startswith(NONDET)
-        ]
-        preset = [Gate(score=name, rule="holds" if index else "improves") for index, name in enumerate(deciding)]
+        preset = [Gate(score=name, rule="holds" if index else "improves") for index, name in enumerate(self.deciding)]
         kept = {"none": 0, "gain": 1, "gain_and_hold": len(preset)}[self.judged.preset]
         return [*preset[:kept], *self.judged.gates]
 
@@ -263,10 +269,9 @@ class Eval(Section):
     def _judges_what_it_measures(self) -> Self:
         if bool(self.judged.steps) != bool(self.gates):
             raise ValueError("judged needs both: steps, and gates or a preset (a preset takes scores that may decide)")
-        known = [self.score_name(one.role, mode.name) for one, mode in self.pairs]
         for gate in self.judged.gates:
-            if gate.score not in known:
-                raise ValueError(f"judged.gates: there is no score {gate.score}; there are {', '.join(known)}")
+            if gate.score not in self.scores:
+                raise ValueError(f"judged.gates: there is no score {gate.score}; there are {', '.join(self.scores)}")
             if mistake := decision_mistake(self, f"eval/{gate.score}/accuracy"):
                 raise ValueError(f"judged.gates: {gate.score}: {mistake}")
         if self.judged.steps and not self.at_start and any(gate.rule != "reaches" for gate in self.gates):
@@ -302,7 +307,7 @@ def decision_mistake(settings: Eval, metric: str) -> str:
     if not settings.enabled:
         return "eval.enabled is false, so it is never measured"
     name, _, number = metric.removeprefix("eval/").rpartition("/")
-    known = {settings.score_name(one.role, mode.name): (one, mode) for one, mode in settings.pairs}
+    known = settings.scores
     if name not in known:
         return f"no evaluation has this name; there are {', '.join(f'eval/{each}/accuracy' for each in known)}"
     one, mode = known[name]

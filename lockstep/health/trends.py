@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from lockstep.config.evaluate import DECIDING, NONDET
 from lockstep.config.schema import Recipe
 from lockstep.evaluation.stopping import Point, best, level
 from lockstep.types import Metrics
@@ -57,12 +56,7 @@ class Trends:
 
 def probes(recipe: Recipe) -> list[str]:
     """Return the metrics' names, without their last part, of the held-out scores that decide. Example: eval/greedy"""
-    settings = recipe.eval
-    return [
-        f"eval/{settings.score_name(one.role, mode.name)}"
-        for one, mode in settings.pairs
-        if one.role in DECIDING and not mode.name.startswith(NONDET)
-    ]
+    return [f"eval/{name}" for name in recipe.eval.deciding]
 
 
 def escalation(norms: Sequence[float]) -> float:

@@ -161,9 +161,7 @@ def _equal_rewards(logger: RunLogger) -> bool | None:
 def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
     """Return the comparison of the base with the last evaluated weights, for every set and mode that has both scores."""
     base, trained, last = [], [], last_evaluated(recipe, logger)
-    names = [recipe.eval.score_name(one.role, mode.name) for one, mode in recipe.eval.pairs]
-    names += [f"lm_eval.{one.name}" for one in recipe.eval.lm_eval]
-    for name in names:
+    for name in (*recipe.eval.scores, *(f"lm_eval.{one.name}" for one in recipe.eval.lm_eval)):
         first, end = (score_path(logger.run.path, step, name) for step in (0, last))
         if first.is_file() and end.is_file():
             base.append(read_score(first))
