@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.correction import Correction, NoCorrection
-from lockstep.config.section import Json, Section
+from lockstep.config.section import CodePath, Json, Section
 
 Aggregation: TypeAlias = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
@@ -83,7 +83,7 @@ class PythonAdvantage(Section):
     its tokens. It is tried before the run, and runs in this process."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:function"""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the function as keyword arguments."""
@@ -151,7 +151,7 @@ class PythonLoss(Section):
     """A function from your file: def loss(inputs: LossInput, **settings) -> LossOutput or a tensor of per-token losses."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:function"""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the function as keyword arguments."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import Json, Section, ShortSection
+from lockstep.config.section import CodePath, Json, Section, ShortSection
 from lockstep.config.verifier import NumericVerifier, Verifier
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -127,7 +127,7 @@ class PythonFilter(_Filter):
     """A function from your file that gets a row as a mapping and returns True to keep it."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:function"""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, create_model, model_validator
 
 from lockstep.config.metric import Condition, Range, Rule, Tier, built_in_rules
-from lockstep.config.section import Json, Section, ShortSection
+from lockstep.config.section import CodePath, Json, Section, ShortSection
 
 
 class HealthRule(ShortSection):
@@ -67,7 +67,7 @@ class Callback(ShortSection):
 
     SHORT = "path"
 
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:function. It gets [(step, metrics), …] of the run so far, the last step at the end, and returns None, or the reason
     to end the run. It runs in this process: one that raises ends the run, one that hangs is the watchdog's."""
     settings: dict[str, Json] = Field(default_factory=dict)

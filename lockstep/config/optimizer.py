@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from lockstep.config.adapter import Adapter
-from lockstep.config.section import Json, Section
+from lockstep.config.section import CodePath, Json, Section
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -93,7 +93,7 @@ class PythonOptimizer(_Common):
     """A torch.optim.Optimizer of your own, on fp32 master weights: built as Class(groups, lr=…, **settings)."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:Class"""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the class as keyword arguments; names and types are checked against its signature."""

@@ -7,14 +7,16 @@ import functools
 import inspect
 import itertools
 import sys
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TAG = "kind"
 """The field that names the variant wherever a section has several."""
 
 Json: TypeAlias = str | int | float | bool | list[Any] | dict[str, Any] | None
+CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$")]
+"""A function or class in a file of the user's: file.py:NAME."""
 
 
 def _add_meanings(schema: dict[str, Any], section: type[BaseModel]) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.data import Data
 from lockstep.config.openenv import OpenEnvTask
-from lockstep.config.section import Json, Section
+from lockstep.config.section import CodePath, Json, Section
 from lockstep.config.spiel import OpenSpielTask
 from lockstep.config.tools import AnyTool, Tool, Turns
 from lockstep.config.verifier import NumericVerifier, OwnGrading, Verifier
@@ -62,7 +62,7 @@ class PythonTask(Section):
     """A class from your file with the methods of lockstep.types.Task."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:Class"""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the class as keyword arguments."""
@@ -188,7 +188,7 @@ class EnvTask(Section):
     """A class from your file with the methods of lockstep.types.Env, or of lockstep.types.EnvTask."""
 
     kind: Literal["env"] = "env"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:Class"""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the class as keyword arguments."""

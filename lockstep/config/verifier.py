@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import Json, Section
+from lockstep.config.section import CodePath, Json, Section
 
 ANSWER = "ANSWER"
 """Stands for the answer in `shown_as`."""
@@ -131,9 +131,6 @@ class JsonVerifier(Section):
         return self
 
 
-FunctionPath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$")]
-
-
 class OwnGrading(Section):
     """Limits of a `grade` of your own, which runs in processes that are ended when it goes beyond them."""
 
@@ -149,7 +146,7 @@ class PythonVerifier(OwnGrading):
     """A function from your file: def grade(prompt, reply) returning a number or a Grade. It runs in a process of its own."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
+    path: CodePath
     """file.py:function"""
 
 
@@ -158,7 +155,7 @@ class TrlVerifier(OwnGrading):
     and each column of the row as a list. A reply for which all of them return None is unscored."""
 
     kind: Literal["trl"] = "trl"
-    path: FunctionPath | list[FunctionPath]
+    path: CodePath | list[CodePath]
     """file.py:function, or a list of them (TRL: reward_funcs). The first that applies to a reply decides whether it is correct:
     1 or more."""
     weights: list[float] | None = None
@@ -191,7 +188,7 @@ class VerlVerifier(OwnGrading):
     or a dict with `score`."""
 
     kind: Literal["verl"] = "verl"
-    path: FunctionPath | dict[str, FunctionPath]
+    path: CodePath | dict[str, CodePath]
     """file.py:function; or one for each data_source, as a mapping. Functions of a mapping get those of the four arguments that
     they name."""
     reward_kwargs: dict[str, Json] = Field(default_factory=dict)
@@ -205,7 +202,7 @@ class RubricVerifier(OwnGrading):
     verifiers.v1 with methods marked @vf.reward. The reward is their sum by weight; a reply for which one fails is unscored."""
 
     kind: Literal["verifiers"] = "verifiers"
-    path: FunctionPath
+    path: CodePath
     """file.py:name of a Rubric, of a function or class that makes one, of load_environment, or of a Task class."""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Arguments of a function or class that makes a Rubric."""
