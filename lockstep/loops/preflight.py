@@ -56,7 +56,7 @@ def preflight(recipe: Recipe) -> Ready:
     build_objective(recipe)  # it tries a user's own loss and estimator
     load_callbacks(recipe.health.callbacks)
     folder = resolve(recipe.model).path
-    material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
+    material = read_material(recipe) if recipe.sft is not None else None
     task, notes = ready_task(recipe)
     held = ready_items(recipe, task)
     if material is not None:
@@ -152,9 +152,7 @@ def _task_checks(recipe: Recipe, rows: list[Material]) -> list[Check]:
 
 
 def _rows(recipe: Recipe, rows: list[Material]) -> str:
-    fixed = with_known_steps(recipe)
-    assert fixed.sft is not None
-    rows.append(read_material(fixed, fixed.sft))
+    rows.append(read_material(with_known_steps(recipe)))
     return "; ".join(rows[0].notes)
 
 

@@ -76,8 +76,9 @@ class SftRows:
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
-def read_material(recipe: Recipe, sft: Sft) -> Material:
-    """Return all rows of the recipe, split by question. Raises DataError, or RunDirectoryError for a run without rollouts."""
+def read_material(recipe: Recipe) -> Material:
+    """Return all rows of an SFT recipe, split by question. Raises DataError, or RunDirectoryError for a run without rollouts."""
+    sft = settings_of(recipe)
     if sft.data is not None:
         rows = open_rows(sft.data, where="sft.data")
         given = [Given(one.id, tuple(one.messages), tools=one.tools) for one in rows.conversations()]
@@ -113,7 +114,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     """
     if recipe.sft is None or recipe.sft.epochs is None:
         return recipe
-    count = len(read_material(recipe, recipe.sft).train)
+    count = len(read_material(recipe).train)
     steps = max(1, round(recipe.sft.epochs * (count // recipe.sft.sequences_per_step)))
     tree = recipe.model_dump(mode="json")
     tree["steps"], tree["sft"]["epochs"] = steps, None

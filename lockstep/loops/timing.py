@@ -269,7 +269,7 @@ def _slots(recipe: Recipe) -> int:
 def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float]:
     """Return the seconds of an update and of a validation."""
     assert recipe.sft is not None
-    rows = tokenised(read_material(recipe, recipe.sft), parts.policy.chat, recipe.sft, parts.policy.context)
+    rows = tokenised(read_material(recipe), parts.policy.chat, recipe.sft, parts.policy.context)
     times: list[float] = []
     while len(times) < UPDATES and (len(times) < 2 or sum(times) < BUDGET):
         batch = sft_batch(parts, recipe, rows, len(times))

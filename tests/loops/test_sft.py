@@ -30,7 +30,7 @@ NO_EVAL = ("eval.enabled=false", "steps=2")
 def built(recipe: Recipe) -> tuple[Parts, SftRows]:
     assert recipe.sft is not None
     parts = build_parts(recipe, build_task_of(recipe))
-    return parts, tokenised(read_material(recipe, recipe.sft), parts.policy.chat, recipe.sft, parts.policy.context)
+    return parts, tokenised(read_material(recipe), parts.policy.chat, recipe.sft, parts.policy.context)
 
 
 def whole(one: TrainSequence) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -78,8 +78,7 @@ def test_a_run_learns_its_rows_and_is_scored(tmp_path: Path, tiny_model_dir: Pat
 def test_a_run_has_as_many_epochs_as_were_asked_for(tmp_path: Path, tiny_model_dir: Path) -> None:
     """Of 24 rows an epoch takes 4 times 5: 12 steps are 3 epochs, as sft.epochs counts them, and not 2.5."""
     asked = sft_runs.recipe(tmp_path, tiny_model_dir, "sft.sequences_per_step=5", "steps=12")
-    assert asked.sft is not None
-    assert read_material(asked, asked.sft).notes[-1].endswith("an epoch is 4 steps of 5 rows, the run 3 epochs")
+    assert read_material(asked).notes[-1].endswith("an epoch is 4 steps of 5 rows, the run 3 epochs")
 
 
 OPTIMIZER = '''
