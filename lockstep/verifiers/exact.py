@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored, verdict
-from lockstep.verifiers.extract import Fallback, read_answer
+from lockstep.verifiers.extract import Answer, Fallback, read_answer
 from lockstep.verifiers.normalise import close, normalise_text, parse_number
 
 
@@ -18,12 +18,7 @@ class Numeric:
     tolerance: float
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        reference = parse_number(prompt.answer)
-        if reference is None:
-            return unscored(f"the reference answer of {shown(prompt.id)} is not a number: {shown(prompt.answer)!r}")
-        answer = read_answer(reply, self.fallback)
-        value = None if answer.text is None else parse_number(answer.text)
-        return verdict(answer, value is not None and close(value, reference, self.tolerance))
+        return same_number(prompt, read_answer(reply, self.fallback), self.tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +28,21 @@ class Text:
     fallback: Fallback
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        reference = normalise_text(prompt.answer)
-        if not reference:
-            return unscored(f"the reference answer of {shown(prompt.id)} is empty")
-        answer = read_answer(reply, self.fallback)
-        return verdict(answer, answer.text is not None and normalise_text(answer.text) == reference)
+        return same_text(prompt, read_answer(reply, self.fallback))
+
+
+def same_number(prompt: Prompt, answer: Answer, tolerance: float, *, boxes: bool = True) -> Grade:
+    """Grade an answer by whether it is the reference's number, within the tolerance. `boxes`: see verdict."""
+    reference = parse_number(prompt.answer)
+    if reference is None:
+        return unscored(f"the reference answer of {shown(prompt.id)} is not a number: {shown(prompt.answer)!r}")
+    value = None if answer.text is None else parse_number(answer.text)
+    return verdict(answer, value is not None and close(value, reference, tolerance), boxes=boxes)
+
+
+def same_text(prompt: Prompt, answer: Answer, *, boxes: bool = True) -> Grade:
+    """Grade an answer by whether it is the reference's text, both normalised. `boxes`: see verdict."""
+    reference = normalise_text(prompt.answer)
+    if not reference:
+        return unscored(f"the reference answer of {shown(prompt.id)} is empty")
+    return verdict(answer, answer.text is not None and normalise_text(answer.text) == reference, boxes=boxes)

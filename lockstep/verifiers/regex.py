@@ -8,8 +8,8 @@ from typing import Any, Literal
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored, verdict
+from lockstep.verifiers.exact import same_number, same_text
 from lockstep.verifiers.extract import FINAL_SHARE, REGION, Answer, final_span, read_answer
-from lockstep.verifiers.normalise import close, normalise_text, parse_number
 
 TOLERANCE = 1e-6
 MAX_MEMORY = 8 << 20
@@ -31,15 +31,8 @@ class Regex:
             return self._match_reference(prompt, reply)
         answer = self.find(reply)
         if self.compare == "number":
-            number = parse_number(prompt.answer)
-            if number is None:
-                return unscored(f"the reference answer of {shown(prompt.id)} is not a number: {shown(prompt.answer)!r}")
-            value = None if answer.text is None else parse_number(answer.text)
-            return verdict(answer, value is not None and close(value, number, TOLERANCE), boxes=False)
-        text = normalise_text(prompt.answer)
-        if not text:
-            return unscored(f"the reference answer of {shown(prompt.id)} is empty")
-        return verdict(answer, answer.text is not None and normalise_text(answer.text) == text, boxes=False)
+            return same_number(prompt, answer, TOLERANCE, boxes=False)
+        return same_text(prompt, answer, boxes=False)
 
     def find(self, reply: str) -> Answer:
         """Return the last match in the last 4096 characters of the final part: its group if there is one, else all of it."""
