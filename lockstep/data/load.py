@@ -190,12 +190,12 @@ class Rows:
                 if not pipeline.keeps(row):
                     continue
                 made = convert(row)
-            except BadRow as bad:
-                tally.note(row, bad)
+                digest.update(_canonical(row))
+            except (BadRow, RecursionError) as bad:
+                tally.note(row, bad if isinstance(bad, BadRow) else "its values are nested too deep")
                 if tally.hopeless:
                     break
                 continue
-            digest.update(_canonical(row))
             tally.kept += 1
             yield row, made
             if tally.kept == self.data.max_rows:
@@ -286,6 +286,10 @@ def open_rows(data: Data, *, where: str, whole: bool = False) -> Rows:
 
 
 def _canonical(row: Row) -> bytes:
-    """Return a row as bytes that do not depend on the format it was read from."""
-    text = json.dumps([row.number, row.values], sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=repr)
+    """Return a row as bytes that do not depend on the format it was read from. Raises BadRow for what is no JSON."""
+    values = [row.number, row.values]
+    try:
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=repr)
+    except (TypeError, ValueError) as error:  # keys of several types, or a list that holds itself
+        raise BadRow(f"its values cannot be written as JSON: {error}") from error
     return text.encode("utf-8", "surrogatepass")

@@ -180,3 +180,27 @@ def test_reading_again_gives_the_same(tmp_path: Path) -> None:
     before = rows.content_hash
     jsonl(file, sums(49))
     assert opened(file).content_hash != before
+
+
+def test_a_row_whose_values_are_no_json_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def rows():\n"
+        "    yield {'prompt': 'a', 'answer': 1, 'more': {1: 'one', 'b': 'two'}}\n"
+        "    own = []\n"
+        "    own.append(own)\n"
+        "    yield {'prompt': 'b', 'answer': 1, 'more': own}\n"
+    )
+    said = refusal(opened(f"{tmp_path}/own.py:rows"))
+    assert "2 of 2 rows are bad" in said
+    assert "own.py:1: its values cannot be written as JSON: " in said
+    assert "own.py:2: its values cannot be written as JSON: Circular reference detected" in said
+
+
+def test_a_row_with_json_in_it_that_is_nested_too_deep_is_a_bad_row(tmp_path: Path) -> None:
+    deep = "[" * 50_000 + "]" * 50_000
+    calls = [{"function": {"name": "f", "arguments": deep}}]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": calls}]
+    rows: list[dict[str, object]] = [{"prompt": "1 + 1?", "answer": 2, "tools": deep}, {"prompt": turns, "answer": 2}]
+    said = refusal(opened(jsonl(tmp_path / "a.jsonl", rows)))
+    assert "2 of 2 rows are bad" in said
+    assert "a.jsonl:1: its values are nested too deep" in said
