@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NoReturn, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -30,15 +31,14 @@ class CodecError(ValueError):
         return f"{path}: {self.reason}" if path else self.reason
 
 
-def strict_json(
-    text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], object] | None = None, *, finite: bool = False
-) -> Any:
-    """Return a JSON value; `pairs` makes each object of its fields.
+def strict_json(text: str | bytes, *, finite: bool = False, distinct: bool = False) -> Any:
+    """Return a JSON value.
 
-    Raises ValueError, also for NaN, infinities, deep nesting, and with `finite` for numbers beyond the largest float, as 1e999.
+    Raises ValueError, also for NaN, infinities, deep nesting, with `finite` for numbers beyond the largest float, as 1e999, and
+    with `distinct` for an object that has a key twice.
     """
+    number, pairs = _finite if finite else None, _distinct if distinct else None
     try:
-        number = _finite if finite else None
         return json.loads(text, parse_constant=_refuse_constant, parse_float=number, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
@@ -47,6 +47,17 @@ def strict_json(
 def _finite(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else _refuse_constant(text[:20])
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of its fields. Raises ValueError for a key that it has twice: which value is meant is not known."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        values = [repr(value)[:40] for name, value in pairs if name == twice]  # they find the place in a long file
+        raise ValueError(f"the key {twice[:40]!r} occurs twice, with {values[0]} and {values[1]}")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

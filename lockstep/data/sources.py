@@ -90,24 +90,13 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     continue
-                values = strict_json(text, _distinct)
+                values = strict_json(text, distinct=True)
             except UnicodeDecodeError as error:
                 yield Row(number, None, f"not UTF-8 at byte {error.start}", path, number)
             except ValueError as error:
                 yield Row(number, None, f"malformed JSON: {error}", path, number)
             else:
                 yield _object(values, number, path)
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of its fields. Raises ValueError for a key that it has twice: which value is meant is not known."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        values = [repr(value)[:40] for name, value in pairs if name == twice]  # they find the place in a long file
-        raise ValueError(f"the key {twice[:40]!r} occurs twice, with {values[0]} and {values[1]}")
-    return found
 
 
 def _object(values: object, number: int, path: Path) -> Row:
@@ -124,7 +113,7 @@ def _json(path: Path) -> Iterator[Row]:
         yield from _jsonl(path)
         return
     try:
-        items = strict_json(path.read_bytes().decode("utf-8-sig"), _distinct)
+        items = strict_json(path.read_bytes().decode("utf-8-sig"), distinct=True)
     except ValueError as error:
         raise DataError(
             f"the file is not valid JSON: {error}", where=str(path), fix="write or copy the file again"

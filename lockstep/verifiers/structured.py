@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, assert_never
 
 from lockstep.codec import strict_json
@@ -90,7 +90,7 @@ def read_json(text: str) -> Any:
     """Return a JSON value. Raises ValueError for NaN, infinities, repeated keys, nesting deeper than 64, and anything else."""
     if _depth(text) > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    return strict_json(text, _distinct)
+    return strict_json(text, distinct=True)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -119,13 +119,6 @@ def _depth(text: str) -> int:
         elif char in "]}":
             depth -= 1
     return deepest
-
-
-def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key of an object occurs twice")
-    return found
 
 
 def load(wanted: dict[str, Any]) -> Callable[[Any], object]:
