@@ -7,12 +7,12 @@ When the run is resumed, a file that has changed since is reported and copied ag
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.models.cache import sha256_of
 from lockstep.text import hide_secrets
 from lockstep.track.facts import SECRET_TEXT, code_facts, project_diff
 from lockstep.track.files import write_atomic
@@ -87,10 +87,6 @@ def _files(settings: object) -> list[Path]:
 
 
 def _source(path: Path, run: Path, number: int) -> Source:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
+    size = path.stat().st_size
     copy = f"code/{number}_{path.name}" if size <= COPIED_BYTES else None
-    return Source(str(path), digest.hexdigest(), size, copy)
+    return Source(str(path), sha256_of(path), size, copy)
