@@ -110,15 +110,15 @@ def find_outside(records: Sequence[StepRecord], recipe: Recipe | None = None) ->
     return sorted(rows, key=lambda row: (-len(row.steps), row.name))
 
 
-def choose_samples(rows: Sequence[RolloutRow], count: int = SAMPLES) -> list[RolloutRow]:
+def choose_samples(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
     """Choose a mix for reading: unscored, wrong and right replies in turn, of different prompts first; always the same."""
     first_of_prompt = {id(row) for row in {row.prompt_id: row for row in reversed(rows)}.values()}
     ordered = sorted(rows, key=lambda row: id(row) not in first_of_prompt)
     kinds = [[row for row in ordered if row.right is kind] for kind in (None, False, True)]
     chosen: list[RolloutRow] = []
-    while any(kinds) and len(chosen) < count:
+    while any(kinds) and len(chosen) < SAMPLES:
         chosen += [kind.pop(0) for kind in kinds if kind]
-    return chosen[:count]
+    return chosen[:SAMPLES]
 
 
 def read_scores(run: RunDirectory, last: int | None, notes: list[str]) -> list[NamedScore]:

@@ -45,9 +45,9 @@ HEADERS = {
 class Server(LoopbackServer):
     """Serves a viewer until `shutdown`; `address` is what to open in a browser."""
 
-    def __init__(self, viewer: Viewer, port: int = 0, token: str = "") -> None:
+    def __init__(self, viewer: Viewer, port: int = 0) -> None:
         """Raises MachineError if the port is taken."""
-        self.viewer, self.token = viewer, token or secrets.token_urlsafe(24)
+        self.viewer, self.token = viewer, secrets.token_urlsafe(24)
         super().__init__(Handler, port, "view")
 
     @property
