@@ -25,7 +25,7 @@ from lockstep.view.differences import differences
 from lockstep.view.funnel import funnel
 from lockstep.view.index import Index
 from lockstep.view.prompts import Prompter, PromptRequest, prompt_places, sampling_of
-from lockstep.view.query import Query
+from lockstep.view.query import LARGEST, Query
 from lockstep.view.runs import ViewedRun, open_runs
 from lockstep.view.timing import phase_times
 from lockstep.view.tokens import shown_branches, stretches
@@ -44,10 +44,6 @@ LONGEST_S = 60.0
 """Most seconds between them."""
 REST = 400
 """Rest after a look, in times of the CPU seconds that it took: the page and the reader of rollouts each take 0.25 % of a core."""
-
-
-LARGEST = 2**31 - 1
-"""Largest step, or row of a step, that a table holds."""
 
 
 class Ask(BaseModel):

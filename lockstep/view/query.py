@@ -17,7 +17,10 @@ ORDERS = {
 }
 """Orders of the list; all end with the place of the row, so that pages never overlap."""
 
+LARGEST = 2**31 - 1
+"""Largest step, or row of a step, that a table holds."""
 Text: TypeAlias = Annotated[str, Field(max_length=1000)]
+Whole: TypeAlias = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
 class Query(BaseModel):
@@ -25,23 +28,23 @@ class Query(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    run: int = Field(default=0, ge=0)
-    first: int | None = None
+    run: Whole = Field(default=0, ge=0)
+    first: Whole | None = None
     """Step, inclusive."""
-    last: int | None = None
+    last: Whole | None = None
     result: Literal["", "right", "wrong", "unscored"] = ""
     answer: Literal["", "found", "none"] = ""
     """found: the grader read an answer in the reply."""
     finish: Literal["", "stop", "length"] = ""
     reward_min: float | None = None
     reward_max: float | None = None
-    length_min: int | None = None
-    length_max: int | None = None
+    length_min: Whole | None = None
+    length_max: Whole | None = None
     text: Text = ""
     """Looked for in replies, questions and answers; upper and lower case are the same."""
     prompt: Text = ""
     order: Literal["newest", "oldest", "reward", "worst", "advantage", "longest", "shortest"] = "newest"
-    offset: int = Field(default=0, ge=0)
+    offset: Whole = Field(default=0, ge=0)
     limit: int = Field(default=50, ge=1, le=500)
 
     def where(self, newest: int | None) -> tuple[str, list[object]]:

@@ -77,6 +77,9 @@ def test_it_only_answers_questions(serve: Start, run: RunDirectory) -> None:
     status, _, body = get(server, f"{base}api/rollouts?result=maybe")
     assert status == 400
     assert "result" in json.loads(body)["error"]
+    for name in ("first", "last", "length_min", "length_max", "offset", "run"):
+        status, _, body = get(server, f"{base}api/rollouts?{name}={10**40}")
+        assert (status, f"the parameter {name} is wrong" in json.loads(body)["error"]) == (400, True), name
     assert get(server, f"{base}api/rollouts?" + "&".join("a=b" for _ in range(60)))[0] == 400
     assert get(server, f"{base}api/rollout?step=99")[0] == 400
     assert get(server, f"{base}api/rollout?step=1&row=99")[0] == 400
