@@ -218,17 +218,19 @@ def _read(path: Path) -> dict[str, int]:
     """Return the file's verdicts. Lines that are none, left by a run that was killed, are removed from it."""
     if not path.exists():
         return {}
-    scores, kept, dropped = {}, b"", 0
+    scores: dict[str, int] = {}
+    kept: list[bytes] = []
+    dropped = 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             value = json.loads(line)
             scores[str(value["key"])] = int(value["score"])
-            kept += line.rstrip(b"\n") + b"\n"
+            kept.append(line.rstrip(b"\n") + b"\n")
         except (ValueError, KeyError, TypeError):
             dropped += 1
     if dropped:
         log.warning("%s: dropped %d lines that are no verdicts; the judge is asked again for them", path, dropped)
         new = path.with_suffix(".new")
-        new.write_bytes(kept)
+        new.write_bytes(b"".join(kept))
         new.replace(path)
     return scores

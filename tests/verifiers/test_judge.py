@@ -24,7 +24,7 @@ from lockstep.types import Prompt
 from lockstep.verifiers.base import CANCEL, keep_in
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.endpoint import _retry_after
-from lockstep.verifiers.judge import Judge, holds_verdict, objects, read_verdict
+from lockstep.verifiers.judge import Judge, Verdicts, holds_verdict, objects, read_verdict
 from lockstep.verifiers.selftest import self_test
 
 PROMPT = Prompt("q/1", ({"role": "user", "content": "What is 6 times 7?"},), "42")
@@ -256,6 +256,15 @@ def test_lines_that_are_no_verdicts_are_dropped_and_counted(
     assert file.read_bytes() == whole
     assert [record.args[1] for record in caplog.records if record.name.endswith("judge")] == [torn.count(b"\n") or 1]
     assert len(server.asked("ten")) == 1
+
+
+def test_many_verdicts_are_read_in_linear_time(tmp_path: Path) -> None:
+    file = tmp_path / "judge.jsonl"
+    file.write_text("".join(json.dumps({"key": f"{i:064x}", "score": 3}) + "\n" for i in range(60_000)))
+    verdicts, began = Verdicts(), time.process_time()
+    verdicts.move(file)
+    assert time.process_time() - began < 5  # it takes 0.3 s; by copying what was read so far with each line, 20 s
+    assert verdicts.find(f"{59_999:064x}") == 3
 
 
 @pytest.mark.parametrize("mode", ["hang", "continue", "later_date"])
