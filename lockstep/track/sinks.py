@@ -18,11 +18,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from lockstep.config.records import Mode, Sink
 from lockstep.config.schema import Track
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.text import hide_values
 from lockstep.track.facts import SECRET_TEXT
 from lockstep.track.files import write_atomic
@@ -255,10 +255,17 @@ class Sender:
 
 
 def record_of(run: Path, name: str) -> Record:
-    """Return what the run remembers of a tracker; a new identity, stored at once, if it is nothing."""
+    """Return what the run remembers of a tracker; a new identity, stored at once, if it is nothing.
+
+    Raises RunDirectoryError for a file that is no such record.
+    """
     path = _place(run, name)
     if path.is_file():
-        return TypeAdapter(Record).validate_python(read_json(path))
+        try:
+            return TypeAdapter(Record).validate_python(read_json(path))
+        except ValidationError as error:
+            what = f"this is not a record of a tracker: {error.errors(include_url=False)[0]['msg']}"
+            raise RunDirectoryError(what, where=str(path), fix="restore it from a copy, or remove it") from error
     record = Record(uuid.uuid4().hex[:12])
     _write(run, name, record)
     return record

@@ -11,6 +11,7 @@ from urllib.parse import urlparse
 
 from lockstep.config.records import Mode, Sink
 from lockstep.config.schema import Recipe
+from lockstep.text import hide_secrets
 from lockstep.track.lock import Lock
 from lockstep.track.rundir import LOCK, RunDirectory
 from lockstep.track.sinks import Sender, check_installed, missing, reason, record_of, told
@@ -114,10 +115,13 @@ def _address(sink: Sink) -> str:
 
 
 def _reached(name: str, address: str) -> tuple[str, str, str]:
-    parts = urlparse(address)
+    try:
+        parts = urlparse(address)
+        port = parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError:
+        return "warn", f"{name} network", f"{hide_secrets(address)} is no address"
     if not parts.hostname:
-        return "ok", f"{name} network", f"{address} is no address of a network"
-    port = parts.port or (80 if parts.scheme == "http" else 443)
+        return "ok", f"{name} network", f"{hide_secrets(address)} is no address of a network"
     try:
         socket.create_connection((parts.hostname, port), CONNECT_S).close()
     except OSError as error:

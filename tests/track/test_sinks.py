@@ -15,8 +15,8 @@ import pytest
 from lockstep.config.schema import Recipe, Track
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.track.rundir import RunDirectory, never_began
-from lockstep.track.sinks import build_sinks
-from lockstep.track.sync import sync
+from lockstep.track.sinks import build_sinks, record_of
+from lockstep.track.sync import findings, sync
 from lockstep.track.writer import RunWriter
 from tests.loops.runs import LORA, NO_EVAL, trained
 from tests.track.runs import FACTS, RECIPE
@@ -361,3 +361,21 @@ def test_no_sinks_for_a_reader_and_none_without_asking(tmp_path: Path) -> None:
             {},
             on_failure=fail,
         )
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"id": "a", "sent": {"online": "x"}}'])
+def test_a_record_of_a_tracker_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "trackers" / "wandb.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(RunDirectoryError, match="this is not a record of a tracker") as error:
+        record_of(tmp_path, "wandb")
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("address", ["http://host:abc", "http://host:99999", "http://[x"])
+def test_an_address_that_is_none_is_a_finding(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    recipe = Recipe.model_validate({"track": {"sinks": ["mlflow"]}})
+    found = {what: (verdict, said) for verdict, what, said in findings(recipe, None)}
+    assert found["mlflow network"] == ("warn", f"{address} is no address")
