@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from lockstep.config.metric import Range
@@ -91,9 +90,7 @@ class Mark:
     message: str
 
 
-def figures(
-    records: Sequence[StepRecord], scores: Sequence[NamedScore], ranges: Ranges = MappingProxyType({})
-) -> list[Figure]:
+def figures(records: Sequence[StepRecord], scores: Sequence[NamedScore], ranges: Ranges) -> list[Figure]:
     """Return all charts that have data. `ranges` are the recipe's own, in place of the table's."""
     given = any("sft/loss" in record.metrics for record in records)  # the same numbers as loss/policy then
     curves = [curve for curve in CURVES if not (given and curve.title == "Policy loss")]
