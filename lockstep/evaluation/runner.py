@@ -178,13 +178,8 @@ def reasoning_effort(chat: ChatFormat) -> str:
 
 
 def is_correct(grade: Grade) -> bool | None:
-    """Return whether a grade counts as right: its metric `correct` if it has one, else a reward of at least 1.
-
-    None, which is unscored, without a reward or with one that is not a finite number.
-    """
-    if grade.reward is None or not math.isfinite(grade.reward):
-        return None
-    return bool(grade.metrics.get("correct", grade.reward) >= 1.0)
+    """Return whether a grade counts as right; None, which is unscored, also with a reward that is not a finite number."""
+    return None if grade.reward is None or not math.isfinite(grade.reward) else grade.right
 
 
 def score_of(

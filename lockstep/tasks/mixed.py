@@ -149,9 +149,8 @@ class Mixed(OfOthers):
         marks: dict[str, list[float]] = {}
         for group in groups:
             for rollout in group.rollouts:
-                if rollout.grade.reward is not None:
-                    solved = rollout.grade.metrics.get("correct", rollout.grade.reward) >= 1
-                    marks.setdefault(group.prompt.task, []).append(float(solved))
+                if rollout.grade.right is not None:
+                    marks.setdefault(group.prompt.task, []).append(float(rollout.grade.right))
         for name, found in marks.items():
             now, memory = sum(found) / len(found), self.curriculum.memory
             before = progress.rates.get(name, now)

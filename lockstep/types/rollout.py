@@ -50,6 +50,11 @@ class Grade:
     def scored(self) -> bool:
         return self.reward is not None
 
+    @property
+    def right(self) -> bool | None:
+        """True if the reply is correct: by its `correct` if there is one, else by a reward of at least 1. None: unscored."""
+        return None if self.reward is None else bool(self.metrics.get("correct", self.reward) >= 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyText:

@@ -69,18 +69,18 @@ class Composite:
 
     def _combined(self, prompt: Prompt, found: Iterable[Grade]) -> Grade:
         """Combine the parts' grades of one reply; the first that is unscored ends it."""
-        grades: list[tuple[WeightedPart, Grade, float]] = []
+        grades: list[Grade] = []
+        scores: dict[str, float] = {}
         for part, grade in zip(self.parts, found, strict=True):
             if grade.reward is None:
                 return unscored(f"part {part.name}: {grade.error}")
             if self.combine == "weighted" and not 0 <= grade.reward <= 1:
                 return unscored(f"part {part.name} gave {grade.reward:g} to {shown(prompt.id)}, which is not in [0, 1]")
-            grades.append((part, grade, grade.reward))
-        first = grades[0][1]
-        right = first.metrics.get("correct", float(grades[0][2] >= 1)) >= 1
-        reward, correct = self._reward([score for _, _, score in grades], right)
-        metrics = {name: value for name, value in first.metrics.items() if name != "correct"}
-        metrics |= {f"part_{part.name}": score for part, _, score in grades}
+            grades.append(grade)
+            scores[f"part_{part.name}"] = grade.reward
+        first = grades[0]
+        reward, correct = self._reward(list(scores.values()), bool(first.right))
+        metrics = {name: value for name, value in first.metrics.items() if name != "correct"} | scores
         return Grade(reward, {"correct": float(correct), **metrics}, first.extracted, first.method)
 
     def _reward(self, scores: Sequence[float], right: bool) -> tuple[float, bool]:

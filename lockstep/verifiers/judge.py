@@ -65,26 +65,19 @@ class Judge:
             keep_in(self.rule, folder)
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        if self.rule is None:
-            return self._alone(prompt, reply)
-        ruled = self.rule.grade(prompt, reply)
-        if ruled.reward is None:
+        ruled = None if self.rule is None else self.rule.grade(prompt, reply)
+        if ruled is not None and ruled.right is None:
             return ruled
-        right = ruled.metrics.get("correct", float(ruled.reward >= 1)) >= 1
-        if not right:
+        if ruled is not None and not ruled.right:
             return replace(ruled, reward=0.0, metrics={**ruled.metrics, "correct": 0.0})
         score = self._score(prompt, reply)
         if isinstance(score, str):
             return unscored(score)
-        reward = 1 - self.settings.weight * (1 - score / BEST)
-        return replace(ruled, reward=reward, metrics={**ruled.metrics, "correct": 1.0, "judge_score": score / BEST})
-
-    def _alone(self, prompt: Prompt, reply: str) -> Grade:
-        score = self._score(prompt, reply)
-        if isinstance(score, str):
-            return unscored(score)
-        correct = float(score >= self.settings.passes)
-        return Grade(score / BEST, {"correct": correct, "judge_score": score / BEST}, None, "judge")
+        share = score / BEST
+        if ruled is None:
+            return Grade(share, {"correct": float(score >= self.settings.passes), "judge_score": share}, None, "judge")
+        reward = 1 - self.settings.weight * (1 - share)
+        return replace(ruled, reward=reward, metrics={**ruled.metrics, "correct": 1.0, "judge_score": share})
 
     def _score(self, prompt: Prompt, reply: str) -> int | str:
         """Return the judge's score, or why there is none; 0, without asking, for an empty reply or one with a verdict in it."""
