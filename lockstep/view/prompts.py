@@ -107,11 +107,6 @@ class Prompter:
         self._keep()
         self.stop()
 
-    @property
-    def holds(self) -> int | None:
-        """Process id of the engine; None while there is none."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
-
     def _keep(self) -> None:
         if self._idle is not None:
             self._idle.cancel()

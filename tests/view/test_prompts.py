@@ -20,6 +20,12 @@ from tests.view.test_server import get
 ASK = {"text": "4 + 3 =", "count": "3", "tokens": "6", "temperature": "1"}
 
 
+def held_by(viewer: Viewer) -> int | None:
+    """Return the process id of the engine; None while there is none."""
+    process = viewer._prompter._process
+    return None if process is None or process.poll() is not None else process.pid
+
+
 @pytest.fixture(scope="module")
 def run(gallery: Gallery) -> RunDirectory:
     return gallery.run("lora")
@@ -35,14 +41,14 @@ def viewer(run: RunDirectory) -> Iterator[Viewer]:
 def test_replies_are_those_of_the_checkpoint_and_of_the_seed(viewer: Viewer, run: RunDirectory) -> None:
     assert viewer.places({})["steps"] == [0, 1, 2, 3]
     base = viewer.sample({**ASK, "step": "0"})
-    process = viewer._prompter.holds
+    process = held_by(viewer)
     again = viewer.sample({**ASK, "step": "0"})
-    assert viewer._prompter.holds == process  # the weights stay loaded
+    assert held_by(viewer) == process  # the weights stay loaded
     assert again == base
     assert len(base["replies"]) == 3
     assert len({str(one["pieces"]) for one in base["replies"]}) > 1
     trained = viewer.sample({**ASK, "step": "3"})
-    assert viewer._prompter.holds != process  # one at a time
+    assert held_by(viewer) != process  # one at a time
     assert (trained["numerics"], trained["device"]) == ("fp32", "cpu")
     assert trained["weights"] != base["weights"]
     assert trained["seen"] == base["seen"]
@@ -58,7 +64,7 @@ def test_greedy_replies_have_the_log_probabilities_of_temperature_1(viewer: View
 
 def test_what_cannot_be_asked_is_said_and_the_process_goes_on(viewer: Viewer) -> None:
     viewer.sample(ASK)
-    process = viewer._prompter.holds
+    process = held_by(viewer)
     with pytest.raises(EngineError, match="control token"):
         viewer.sample({**ASK, "text": "<|im_end|>"})
     with pytest.raises(EngineError, match="tokens"):
@@ -67,7 +73,7 @@ def test_what_cannot_be_asked_is_said_and_the_process_goes_on(viewer: Viewer) ->
         with pytest.raises(RunDirectoryError):
             viewer.sample({**ASK, **wrong})
     viewer.sample(ASK)
-    assert viewer._prompter.holds == process
+    assert held_by(viewer) == process
     with pytest.raises(EngineError, match="step 9"):
         viewer.sample({**ASK, "step": "9"})
 
@@ -88,7 +94,7 @@ def test_one_at_a_time_and_a_stop_ends_it(viewer: Viewer) -> None:
         time.sleep(0.001)
     with pytest.raises(EngineError, match="another prompt"):
         viewer.sample(ASK)
-    process = viewer._prompter.holds
+    process = held_by(viewer)
     viewer.stop({})
     thread.join(10)
     assert told == [] or "was stopped" in told[0]
@@ -99,7 +105,7 @@ def test_one_at_a_time_and_a_stop_ends_it(viewer: Viewer) -> None:
 def test_an_idle_process_ends(viewer: Viewer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "IDLE_S", 0.05)
     viewer.sample(ASK)
-    process = viewer._prompter.holds
+    process = held_by(viewer)
     for _ in range(200):
         if not _runs(process):
             return
@@ -111,14 +117,14 @@ def test_an_idle_process_ends(viewer: Viewer, monkeypatch: pytest.MonkeyPatch) -
 def test_the_process_ends_with_the_viewer_and_with_a_viewer_that_is_killed(run: RunDirectory) -> None:
     one = Viewer([run.path])
     one.sample(ASK)
-    process = one._prompter.holds
+    process = held_by(one)
     engine = one._prompter._engine
     assert engine is not None
     assert engine.process.stdin is not None
     engine.process.stdin.close()  # what a killed parent leaves
     assert engine.process.wait(20) == 0
     one.sample(ASK)
-    process = one._prompter.holds
+    process = held_by(one)
     one.close()
     assert not _runs(process)
 
