@@ -231,7 +231,7 @@ def outcome_of(output: str, result: str) -> Outcome:
         metrics = {str(name): float(value) for name, value in found.get("metrics", {}).items()}
         if not all(map(math.isfinite, (reward, *metrics.values()))):
             raise ValueError("a number is not finite")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         why = f'its last line is not {{"reward": number, …}}: {last[:100]!r} ({type(error).__name__})'
         return Outcome(fault=Fault("error", why))
     return Outcome(str(found.get("answer", "")), reward, metrics)

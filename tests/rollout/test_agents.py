@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import schema
-from lockstep.envs.programs import MODEL
+from lockstep.envs.programs import MODEL, outcome_of
 from lockstep.errors import TaskError
 from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
@@ -77,6 +77,15 @@ def test_a_program_may_give_its_own_reward(tmp_path: Path, tiny_model_dir: Path)
     assert one["reward"].grade.metrics == {"correct": 0.0, "steps": 3.0}
     assert one["reward"].grade.extracted == "done"
     assert "its last line is not" in str(one["nonsense"].grade.error)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[1]", '{"reward": 1e400}', f'{{"reward": 1{"0" * 400}}}', '{"reward": 1, "metrics": [1]}']
+)
+def test_a_last_line_without_a_reward_is_said(line: str) -> None:
+    fault = outcome_of(f"thinking\n{line}", "reward").fault
+    assert fault is not None
+    assert fault.why.startswith("its last line is not")
 
 
 def test_a_program_reads_a_reply_while_it_is_sampled(tmp_path: Path, tiny_model_dir: Path) -> None:
