@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from lockstep.evaluation.brief import Brief, brief_of
 from lockstep.evaluation.compare import identical_warning
+from lockstep.evaluation.estimates import item_values
 from lockstep.evaluation.intervals import wilson
 from lockstep.types import ItemResult, Score
 
@@ -49,11 +50,6 @@ class Reading:
         """None if the verifier never says what it read."""
         return self.unparsed / self.scored if self.scored and self.extracts else None
 
-    @property
-    def ceiling(self) -> float | None:
-        """The accuracy that could be reached if every reply with a readable answer were right."""
-        return None if self.unparsed_rate is None else 1 - self.unparsed_rate
-
 
 def reading(results: Sequence[ItemResult]) -> Reading:
     scored = [r for r in results if r.correct is not None]
@@ -75,6 +71,17 @@ def reading(results: Sequence[ItemResult]) -> Reading:
     )
 
 
+def ceiling(score: Score) -> float:
+    """Return the accuracy that would be reached if every reply with a readable answer were right, by the mode's own estimate.
+
+    It is not the share of such replies: with several samples one readable reply is enough for an item's pass@k.
+    """
+    best = [replace(r, correct=r.correct if r.extracted is None or r.correct is None else True) for r in score.results]
+    name = score.estimates[0].name if score.estimates else "avg@1"
+    values = [value for value in item_values(best, name).values() if value is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
 def reply_alarms(score: Score) -> list[str]:
     """Return a sentence for each reason why a score may not be what it seems; empty if there is none."""
     r = reading(score.results)
@@ -84,10 +91,10 @@ def reply_alarms(score: Score) -> list[str]:
             f"{r.truncated} of {r.replies} replies ({r.truncated / r.replies:.0%}) were cut off at {score.conditions.max_tokens} "
             f"tokens, {r.wrong_truncated} of the {r.wrong} wrong ones among them; a larger eval.max_tokens may change the score"
         )
-    if r.unparsed_rate is not None and r.ceiling is not None and r.unparsed_rate > UNPARSED:
+    if r.unparsed_rate is not None and r.unparsed_rate > UNPARSED:
         found.append(
             f"no answer was found in {r.unparsed} of {r.scored} replies ({r.unparsed_rate:.0%}, {r.unparsed_truncated} of them "
-            f"cut off), so the score cannot exceed {r.ceiling:.0%}; see lockstep audit parser"
+            f"cut off), so the score cannot exceed {ceiling(score):.1%}; see lockstep audit parser"
         )
     if r.boxed_rate is not None and r.boxed_rate < BOXED:
         interval = wilson(r.boxed, r.says_boxed)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.evaluation.alarms import UNPARSED, reading
+from lockstep.evaluation.alarms import UNPARSED, ceiling, reading
 from lockstep.evaluation.intervals import wilson
 from lockstep.seeds import seed_for
 from lockstep.types import ItemResult, Score
@@ -74,7 +74,7 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
     if r.unparsed_rate is not None:
         lines.append(
             f"no answer found in {r.unparsed} replies ({r.unparsed_rate:.1%}, {r.unparsed_truncated} of them cut off): the score "
-            f"could reach {r.ceiling:.1%} at most"
+            f"could reach {ceiling(score):.1%} at most"
         )
         if r.unparsed_rate > UNPARSED:
             lines.append(

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from lockstep.evaluation.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluation.alarms import ceiling, identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluation.estimates import estimate
 from lockstep.types import Score
 from tests.evaluation.scores import score
 
@@ -42,16 +43,30 @@ def test_replies_without_an_answer_set_a_ceiling() -> None:
     blind = with_replies(sound([False] * 10 + [True] * 30), extracted=[None] * 6, truncated=[True])
     (alarm,) = reply_alarms(blind)
     assert alarm.startswith(
-        "no answer was found in 6 of 40 replies (15%, 1 of them cut off), so the score cannot exceed 85%"
+        "no answer was found in 6 of 40 replies (15%, 1 of them cut off), so the score cannot exceed 85.0%"
     )
     r = reading(blind.results)
-    assert (r.unparsed, r.unparsed_truncated, r.ceiling) == (6, 1, 0.85)
+    assert (r.unparsed, r.unparsed_truncated, ceiling(blind)) == (6, 1, 0.85)
     nothing = with_replies(sound([False] * 4), extracted=[None] * 4, method=["none"] * 4)
-    assert (
-        reading(nothing.results).ceiling == 0.0
-    )  # a model that is never understood is the worst case, not an unknown one
+    assert ceiling(nothing) == 0.0  # a model that is never understood is the worst case, not an unknown one
     silent = score([True, False, False])
     assert reading(silent.results).unparsed_rate is None  # a verifier that never says what it read
+
+
+def test_the_ceiling_is_of_the_estimate_that_the_score_is() -> None:
+    """One readable reply of two is enough for pass@2, and has the only vote of a majority."""
+    half = with_replies(score([[False, False]] * 4), extracted=["7", None] * 4, method=["boxed", "none"] * 4)
+    assert half.accuracy == 0.0
+    assert "the score cannot exceed 50.0%" in reply_alarms(half)[0]
+    for name in ("pass@2", "maj@2"):
+        named = estimate(half.results, name, half.samples)
+        assert "the score cannot exceed 100.0%" in reply_alarms(dataclasses.replace(half, estimates=(named,)))[0]
+
+
+def test_the_ceiling_is_not_rounded_below_what_can_be_reached() -> None:
+    one = with_replies(sound([True, *[False] * 7]), extracted=["7", *[None] * 7])
+    assert one.accuracy == 0.125
+    assert "the score cannot exceed 12.5%" in reply_alarms(one)[0]
 
 
 def test_an_environment_has_no_answer_to_find() -> None:
