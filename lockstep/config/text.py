@@ -90,6 +90,14 @@ def to_yaml(value: Mapping[str, Any]) -> str:
     return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def to_line(value: Mapping[str, Any]) -> str:
+    """Return YAML on one line, in braces, that `parse` reads back to an equal value."""
+    text = yaml.dump(
+        dict(value), Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf")
+    )
+    return str(text).rstrip("\n")
+
+
 def plain(value: object) -> tuple[Value, dict[At, str]]:
     """Return a copy made of JSON data, and the reason for each value that is not JSON data (None in the copy)."""
     refused: dict[At, str] = {}

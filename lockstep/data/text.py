@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.data import FILTERS
 from lockstep.config.section import meanings
+from lockstep.config.text import to_line
 from lockstep.track.text import one_line, plain_table, visible
 
 if TYPE_CHECKING:
@@ -137,14 +138,12 @@ def built(manifest: Manifest, folder: Path) -> str:
 
 def recipe_snippet(manifest: Manifest, folder: Path, names: Names) -> str:
     """Return a recipe that reads the parts of a split: the largest is trained on, the first other one is held out."""
-    own = "".join(
-        f", {setting}: {name}"
-        for setting, name in (("prompt", names.prompt), ("answer", names.answer))
-        if name != setting
-    )
+    columns = (("prompt", names.prompt), ("answer", names.answer))
+    own = {setting: name for setting, name in columns if name != setting}
     parts = sorted(manifest.outputs, key=lambda output: (output.part != "train", -output.rows))
-    lines = ["in a recipe:", "task:", "  kind: file", f"  data: {{source: {folder / parts[0].file.file}{own}}}"]
-    lines += [f"  heldout: {{id_probe: {{source: {folder / parts[1].file.file}{own}}}}}"] if parts[1:] else []
+    data = [to_line({"source": str(folder / part.file.file)} | own) for part in parts[:2]]
+    lines = ["in a recipe:", "task:", "  kind: file", f"  data: {data[0]}"]
+    lines += [f"  heldout: {{id_probe: {one}}}" for one in data[1:]]
     return "\n".join(lines)
 
 

@@ -157,6 +157,22 @@ def test_build_and_split_write_a_manifest(tmp_path: Path, told: Told) -> None:
     assert not (tmp_path / "c").exists()
 
 
+def test_the_printed_recipe_of_a_split_can_be_read(tmp_path: Path, told: Told) -> None:
+    """Also with a folder, or a column, that YAML would take for something else."""
+    from lockstep.config.text import parse
+
+    folder = tmp_path / "my data, part: {a} #1"
+    rows = [{"yes": row["prompt"], "123": row["answer"]} for row in sums(20)]
+    train = jsonl(tmp_path / "train.jsonl", rows)
+    columns = ("prompt=yes", "answer='123'")
+    code, text = told("data", "split", train, *columns, "--out", folder, "--parts", "test=5,train=rest")
+    assert code == 0, text
+    recipe = parse(text.partition("in a recipe:\n")[2], "printed").value
+    assert isinstance(recipe, dict)
+    data = [{"source": str(folder / f"{name}.jsonl"), "prompt": "yes", "answer": "123"} for name in ("train", "test")]
+    assert recipe["task"] == {"kind": "file", "data": data[0], "heldout": {"id_probe": data[1]}}
+
+
 @pytest.mark.parametrize("parts", ["test", "test=x", "a=1,a=2", "=3"])
 def test_parts_that_are_none(parts: str, tmp_path: Path, told: Told) -> None:
     assert told("data", "split", "x.jsonl", "--out", tmp_path, "--parts", parts)[0] == 2
