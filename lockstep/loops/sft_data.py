@@ -214,6 +214,13 @@ def tokenised(material: Material, chat: ChatFormat, sft: Sft, context: int | Non
     if len(train) < sft.sequences_per_step:
         what = f"one step needs {sft.sequences_per_step} rows, but {len(train)} are left; {maker.dropped} were too long"
         raise DataError(what, where=material.origin, fix="raise sft.max_tokens or lower sft.sequences_per_step")
+    if material.validation and not validation:
+        raise DataError(
+            f"none of the {len(material.validation)} validation rows fits into sft.max_tokens={limit}, so no validation loss "
+            "could be measured",
+            where="sft.validation" if sft.validation is not None else material.origin,
+            fix="raise sft.max_tokens, give shorter validation rows, or set sft.validation_rows=0 and no sft.validation",
+        )
     prefix = min(chat.shared_prefix(one.prompt_ids) for one in train)
     tokens = sum(len(one.prompt_ids) + len(one.ids) for one in train)
     if prefix < PREFIX_SHARE * tokens / len(train):

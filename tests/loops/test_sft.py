@@ -273,6 +273,16 @@ def test_a_truncated_row_without_a_trained_token_is_dropped(tmp_path: Path, tiny
         built(recipe)
 
 
+def test_a_validation_set_of_which_nothing_is_left_is_refused(tmp_path: Path, tiny_model_dir: Path):
+    long_rows(tmp_path)
+    only = {"prompt": "What is 3?", "answer": "so " * 60}
+    (tmp_path / "held.jsonl").write_text(json.dumps(only) + "\n")
+    sft = sft_of(tmp_path, "drop").replace("validation_rows: 0", f"validation: {tmp_path}/held.jsonl")
+    recipe = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, sft)
+    with pytest.raises(DataError, match=r"none of the 1 validation rows fits into sft\.max_tokens=60"):
+        built(recipe)
+
+
 def test_a_row_that_asks_a_held_out_question_is_refused(tmp_path: Path, tiny_model_dir: Path):
     recipe = sft_runs.recipe(tmp_path, tiny_model_dir, f"sft.data.source={tmp_path}/sums.jsonl")
     with pytest.raises(DataError, match="4 training rows ask a held-out question of the task"):
