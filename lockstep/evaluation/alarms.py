@@ -10,7 +10,7 @@ from lockstep.evaluation.brief import Brief, brief_of
 from lockstep.evaluation.compare import identical_warning
 from lockstep.evaluation.estimates import item_values
 from lockstep.evaluation.intervals import wilson
-from lockstep.types import ItemResult, Score
+from lockstep.types import ItemResult, Metrics, Score
 
 TRUNCATED = 0.05
 """Share of replies cut off above which an accuracy says as much about the token budget as about the model."""
@@ -130,15 +130,44 @@ def identity_alarms(scores: Sequence[tuple[str, Score | Brief]]) -> list[str]:
     return found
 
 
-def untrained_alarm(base: Score, trained: Score, equal_rewards: bool | None = None) -> str:
-    """Return why a trained score is the base's own; "" if it is not. `equal_rewards`: no group had rewards that differ."""
+def untrained_alarm(base: Score, trained: Score, reason: str | None = None) -> str:
+    """Return why a trained score is the base's own; "" if it is not.
+
+    `reason`: what left the run's weights as they were (`still_reason`); "" if its steps had a gradient, None if not known.
+    """
     if not (trained.step > 0 == base.step and trained.conditions.weights == base.conditions.weights):
         return ""
     head = f"after {trained.step} steps the weights are still those of the base ({base.conditions.weights})"
-    equal = "within every group all rewards were equal (reward/zero_std_groups = 1), which gives no gradient"
-    easier = "take easier or harder questions, or more samples per prompt; lockstep probe headroom shows the solve rate"
-    if equal_rewards:
-        return f"{head}: {equal}; {easier}"
-    if equal_rewards is None:
-        return f"{head}: either {equal}, or the base was loaded in place of the trained weights"
-    return f"{head}, although some groups had rewards that differ: was the base loaded in place of the trained weights?"
+    if reason:
+        return f"{head}: {reason}"
+    if reason is None:
+        return f"{head}: either no step had a gradient, or the base was loaded in place of the trained weights"
+    return f"{head}, although some steps had a gradient: was the base loaded in place of the trained weights?"
+
+
+def still_reason(steps: Sequence[Metrics]) -> str | None:
+    """Return why none of these trained steps can have changed the policy; "" if one can have, None if that is not known."""
+
+    def always(name: str, value: float) -> bool:
+        found = [metrics[name] for metrics in steps if name in metrics]
+        return bool(found) and all(one == value for one in found)
+
+    gradients = [metrics["grad/norm"] for metrics in steps if "grad/norm" in metrics]
+    if always("batch/optimizer_steps", 0):
+        return (
+            "no step changed the policy (batch/optimizer_steps = 0): only the critic was trained, no prompt was left to train "
+            "on, or the gradient was not finite"
+        )
+    if always("reward/zero_std_groups", 1) and not any(gradients):
+        return (
+            "within every group all rewards were equal (reward/zero_std_groups = 1), which gives no gradient; take easier or "
+            "harder questions, or more samples per prompt; lockstep probe headroom shows the solve rate"
+        )
+    if always("grad/norm", 0):
+        return (
+            "no step had a gradient (grad/norm = 0): all advantages were 0, or no reply could carry loss "
+            "(reward/unscored, length/dropped)"
+        )
+    if always("lr", 0):
+        return "the learning rate was 0 at every step"
+    return "" if gradients else None

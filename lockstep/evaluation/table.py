@@ -50,10 +50,10 @@ def row_of(base: Brief, trained: Brief, allow_mismatch: bool = False) -> Row:
     return Row(conditions.task, conditions.mode, base.score, trained.score, compare(base, trained, allow_mismatch))
 
 
-def table_lines(rows: Sequence[Row], equal_rewards: bool | None = None) -> list[str]:
+def table_lines(rows: Sequence[Row], reason: str | None = None) -> list[str]:
     """Return the table as plain text, then a line for each warning. Accuracies in per cent, differences in points.
 
-    `equal_rewards`: no group of the run had rewards that differ; None if that is not known.
+    `reason`: why the run's weights may be those of the base, as `untrained_alarm` takes it.
     """
     head = ["task", "mode", "items", "base", "trained", "difference", "changed", "p", "verdict"]
     cells = [head, *(_cells(row) for row in rows)]
@@ -61,7 +61,7 @@ def table_lines(rows: Sequence[Row], equal_rewards: bool | None = None) -> list[
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     for row in rows:
         lines += [f"{row.mode}: {note}" for note in _notes(row)]
-    untrained = (untrained_alarm(row.base, row.trained, equal_rewards) for row in rows if not row.comparison.mismatched)
+    untrained = (untrained_alarm(row.base, row.trained, reason) for row in rows if not row.comparison.mismatched)
     return [*lines, *(f"alarm: {alarm}" for alarm in dict.fromkeys(filter(None, untrained)))]
 
 

@@ -11,7 +11,7 @@ from lockstep.build.parts import Parts
 from lockstep.config.numerics import numeric_in
 from lockstep.config.schema import EvalMode, EvalSet, LmEvalSet, Recipe
 from lockstep.errors import EvaluationError, Interrupted
-from lockstep.evaluation.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluation.alarms import identity_alarms, reading, reply_alarms, still_reason, untrained_alarm
 from lockstep.evaluation.brief import brief_of
 from lockstep.evaluation.compare import FEW
 from lockstep.evaluation.gates import judged_line, verdict_lines
@@ -144,18 +144,13 @@ def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
     base = read_brief(path)
     enough = score.items * score.samples >= FEW
     same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))]) if enough else []
-    untrained = untrained_alarm(base.score, score, _equal_rewards(logger))
+    untrained = untrained_alarm(base.score, score, _reason(logger))
     return [*same, *([untrained] if untrained else [])]
 
 
-def _equal_rewards(logger: RunLogger) -> bool | None:
-    """Return True if all rewards of every group of the run were equal; None if that is not known.
-
-    The metric is there from the first step on, in recipes whose advantages compare rewards within a group.
-    """
-    name = "reward/zero_std_groups"
-    shares = [row.metrics[name] for row in read_metrics(logger.run) if row.step and name in row.metrics]
-    return all(share == 1 for share in shares) if shares else None
+def _reason(logger: RunLogger) -> str | None:
+    """Return why the run's steps can have left the weights as they were; see `still_reason`."""
+    return still_reason([row.metrics for row in read_metrics(logger.run) if row.step])
 
 
 def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
@@ -167,7 +162,7 @@ def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
             base.append(read_score(first))
             trained.append(read_score(end))
     try:
-        lines = table_lines(comparison_table(base, trained), _equal_rewards(logger)) if base else []
+        lines = table_lines(comparison_table(base, trained), _reason(logger)) if base else []
         if verdict := verdict_lines(recipe, logger.run):
             logger.event("judged", verdict[-1], step=last)
         return lines + verdict

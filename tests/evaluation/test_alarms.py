@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lockstep.evaluation.alarms import ceiling, identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluation.alarms import ceiling, identity_alarms, reading, reply_alarms, still_reason, untrained_alarm
 from lockstep.evaluation.estimates import estimate
 from lockstep.types import Score
 from tests.evaluation.scores import score
@@ -126,9 +126,24 @@ def test_trained_weights_that_are_the_bases_are_an_alarm() -> None:
         base, dataclasses.replace(base, step=20)
     )
     late = dataclasses.replace(base, step=20)
-    assert "within every group all rewards were equal" in untrained_alarm(base, late, equal_rewards=True)
-    assert "loaded in place" not in untrained_alarm(base, late, equal_rewards=True)
-    assert "although some groups had rewards that differ" in untrained_alarm(base, late, equal_rewards=False)
+    equal = untrained_alarm(base, late, still_reason([{"reward/zero_std_groups": 1.0, "grad/norm": 0.0, "lr": 1e-6}]))
+    assert "within every group all rewards were equal" in equal
+    assert "loaded in place" not in equal
+    moved = still_reason(
+        [{"reward/zero_std_groups": 1.0}, {"reward/zero_std_groups": 0.5, "grad/norm": 1.0, "lr": 1e-6}]
+    )
+    assert "although some steps had a gradient: was the base loaded" in untrained_alarm(base, late, moved)
     assert untrained_alarm(base, base) == ""
     assert untrained_alarm(base, score([True], weights=B, step=20)) == ""
     assert untrained_alarm(late, late) == ""  # the first of the two is no base
+
+
+def test_a_cause_that_the_metrics_show_is_not_taken_for_wrong_weights() -> None:
+    """A critic's warm-up, replies of which none carries loss, and a control with a learning rate of 0 leave weights alone."""
+    differ = {"reward/zero_std_groups": 0.0, "batch/optimizer_steps": 1.0, "lr": 1e-6}
+    assert "only the critic was trained" in str(still_reason([{"batch/optimizer_steps": 0.0, "critic/lr": 1e-5}] * 2))
+    assert "no reply could carry loss" in str(still_reason([differ | {"grad/norm": 0.0}] * 2))
+    assert still_reason([differ | {"grad/norm": 1.0, "lr": 0.0}] * 2) == "the learning rate was 0 at every step"
+    assert still_reason([{"grad/norm": 2.0, "lr": 1e-5}]) == ""  # supervised: there are no groups
+    assert still_reason([{"reward/zero_std_groups": 1.0, "grad/norm": 0.1}]) == ""  # of the KL term
+    assert still_reason([]) is None

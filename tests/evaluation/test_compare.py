@@ -183,7 +183,7 @@ def test_the_table_shows_warnings_and_what_was_left_out() -> None:
 def test_the_table_says_once_that_nothing_was_trained_and_cuts_long_names() -> None:
     base = [score([True] * 4, task="Guess/" + "x" * 200), score([True] * 4, mode="sampled(T=1)")]
     rows = comparison_table(base, [dataclasses.replace(one, step=20) for one in base])
-    lines = table_lines(rows, equal_rewards=True)
+    lines = table_lines(rows, "all rewards were equal")
     assert sum("the weights are still those of the base" in line for line in lines) == 1
     assert "all rewards were equal" in lines[-1]
     assert max(map(len, lines[:3])) < 170
