@@ -116,6 +116,22 @@ def build(loaded: Sequence[Loaded], folder: Path, format: Format = "jsonl", name
     return _finish(Manifest(__version__, _sources(loaded), None, outputs, overlaps(loaded)), folder)
 
 
+def _require_questions(parts: Sequence[Part], different: int, where: str) -> None:
+    """Raise DataError unless each part gets a question, and only the last one takes what remains."""
+    wanted, rest = sum(part.size or 0 for part in parts), parts[-1]
+    if any(part.size is None for part in parts[:-1]):
+        what = "a part without a size takes all remaining questions, so it must be the last"
+        raise DataError(what, where=where, fix="put the part without a size last")
+    if wanted > different:
+        what = f"the parts ask for {wanted} questions, but there are only {different} different ones"
+        raise DataError(what, where=where, fix="give the parts smaller sizes")
+    if rest.size is None and wanted == different:
+        what = f"the parts ask for all {different} different questions, so none remains for {rest.name}"
+        raise DataError(what, where=where, fix=f"give the parts smaller sizes, or leave out {rest.name}=rest")
+    if empty := [part.name for part in parts if part.size == 0]:
+        raise DataError(f"the part {empty[0]} would have no question", where=where, fix="give it a size above 0")
+
+
 def split_set(
     loaded: Loaded,
     parts: Sequence[Part],
@@ -134,15 +150,7 @@ def split_set(
     for prompt in loaded.prompts:
         first.setdefault(question_digest(prompt.messages), prompt)
     order = sorted(first, key=lambda digest: _salted(digest, seed))
-    wanted = sum(part.size or 0 for part in parts)
-    if wanted > len(order) or any(part.size is None for part in parts[:-1]):
-        raise DataError(
-            f"the parts ask for {wanted} questions, but there are only {len(order)} different ones"
-            if wanted > len(order)
-            else "a part without a size takes all remaining questions, so it must be the last",
-            where=loaded.set.where,
-            fix="give the parts smaller sizes" if wanted > len(order) else "put the part without a size last",
-        )
+    _require_questions(parts, len(order), loaded.set.where)
     made: list[tuple[str, tuple[Prompt, ...]]] = []
     start = 0
     for part in parts:

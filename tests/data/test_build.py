@@ -128,6 +128,11 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         split_set(loaded, [Part("a", 60)], tmp_path / "other")
     with pytest.raises(DataError, match="so it must be the last"):
         split_set(loaded, PARTS[::-1], tmp_path / "other")
+    with pytest.raises(DataError, match="ask for all 50 different questions, so none remains for train"):
+        split_set(loaded, [Part("test", 50), Part("train", None)], tmp_path / "other")
+    with pytest.raises(DataError, match="the part test would have no question"):
+        split_set(loaded, [Part("test", 0), Part("train", None)], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_columns_that_json_has_no_form_for(tmp_path: Path) -> None:
