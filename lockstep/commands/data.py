@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.commands.eval import positive
 from lockstep.config.data import FILE_SUFFIXES, Data
 from lockstep.config.load import built_in, load
 from lockstep.errors import ChatError, ConfigError, DataError, LockstepError
@@ -44,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             help="also compare with this evaluation set, of which {source: …, prompt: …} names the columns; again for more",
         )
     stats.add_argument("--limit", type=int, metavar="N", help="count prompts of more than N tokens")
-    show.add_argument("-n", type=int, default=3, metavar="N", help="how many rows (default 3)")
+    show.add_argument("-n", type=positive, default=3, metavar="N", help="how many rows (default 3)")
     show.add_argument("--row", type=int, metavar="N", help="this row alone")
     show.add_argument("--mask", action="store_true", help="as the chat format tokenises it, trained tokens marked")
     for action in (build, split):

@@ -173,6 +173,12 @@ def test_the_printed_recipe_of_a_split_can_be_read(tmp_path: Path, told: Told) -
     assert recipe["task"] == {"kind": "file", "data": data[0], "heldout": {"id_probe": data[1]}}
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_a_number_of_rows_that_shows_none_is_refused(number: str, tmp_path: Path, told: Told) -> None:
+    train = jsonl(tmp_path / "train.jsonl", sums(4))
+    assert told("data", "show", train, "-n", number)[0] == 2
+
+
 @pytest.mark.parametrize("parts", ["test", "test=x", "a=1,a=2", "=3"])
 def test_parts_that_are_none(parts: str, tmp_path: Path, told: Told) -> None:
     assert told("data", "split", "x.jsonl", "--out", tmp_path, "--parts", parts)[0] == 2
