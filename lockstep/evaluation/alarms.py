@@ -52,9 +52,10 @@ class Reading:
 
 
 def reading(results: Sequence[ItemResult]) -> Reading:
+    """Count the replies of a score by how they were read."""
     scored = [r for r in results if r.correct is not None]
-    # A user's verifier may find a reply right without saying what it read.
-    unparsed = [r for r in scored if r.extracted is None and not r.correct]
+    silent = _silent(results)
+    unparsed = [r for r in scored if _unread(r, silent)]
     wrong = [r for r in scored if not r.correct]
     return Reading(
         replies=len(results),
@@ -66,9 +67,21 @@ def reading(results: Sequence[ItemResult]) -> Reading:
         truncated=sum(r.truncated for r in results),
         wrong=len(wrong),
         wrong_truncated=sum(r.truncated for r in wrong),
-        # An episode ends with what its environment gave: only one that hands in answers has any to find.
-        extracts=any(r.extracted is not None or r.method not in ("", ENVIRONMENT) for r in results),
+        extracts=any(r.method not in silent for r in results),
     )
+
+
+def _silent(results: Sequence[ItemResult]) -> set[str]:
+    """Return the methods that never say what was read: there is no answer to find in their replies, alone or in a mix.
+
+    A user's grader need not say it, and an episode ends with what its environment gave, unless it hands in answers.
+    """
+    return {"", ENVIRONMENT} - {r.method for r in results if r.extracted is not None}
+
+
+def _unread(result: ItemResult, silent: set[str]) -> bool:
+    """Return whether no answer was found. A user's verifier may find a reply right without saying what it read."""
+    return result.extracted is None and not result.correct and result.method not in silent
 
 
 def ceiling(score: Score) -> float:
@@ -76,7 +89,8 @@ def ceiling(score: Score) -> float:
 
     It is not the share of such replies: with several samples one readable reply is enough for an item's pass@k.
     """
-    best = [replace(r, correct=r.correct if r.extracted is None or r.correct is None else True) for r in score.results]
+    silent = _silent(score.results)
+    best = [r if r.correct is None else replace(r, correct=not _unread(r, silent)) for r in score.results]
     name = score.estimates[0].name if score.estimates else "avg@1"
     values = [value for value in item_values(best, name).values() if value is not None]
     return sum(values) / len(values) if values else 0.0

@@ -77,6 +77,17 @@ def test_an_environment_has_no_answer_to_find() -> None:
     assert "no answer was found in 7 of 8 replies" in reply_alarms(some)[0]  # it hands answers in, and these did not
 
 
+def test_a_mix_counts_only_the_replies_in_which_an_answer_is_looked_for() -> None:
+    """Those that a user's grader marks, or an environment, have none to find, and may all be right."""
+    for silent in ("", "environment"):
+        mixed = with_replies(
+            score([False] * 8), method=[silent] * 6 + ["boxed", "none"], extracted=[None] * 6 + ["7", None]
+        )
+        (alarm,) = reply_alarms(mixed)
+        assert alarm.startswith("no answer was found in 1 of 8 replies (12%, 0 of them cut off)")
+        assert "the score cannot exceed 87.5%" in alarm
+
+
 def test_the_boxed_rate_has_its_interval() -> None:
     unboxed = with_replies(sound([True] * 40), boxed=[False] * 4)
     (alarm,) = reply_alarms(unboxed)
