@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import json
 import logging
@@ -45,17 +46,27 @@ class LmEvalTask:
     """Digest of every prompt, choice, reference, filter and metric, and of lm-eval's version."""
 
 
+def task_file(settings: LmEvalSet) -> Path:
+    """Return the task's file, without reading it. Raises MachineError without lm-eval, EvaluationError without the file."""
+    where = f"eval.lm_eval, {settings.name}"
+    if importlib.util.find_spec("lm_eval") is None:
+        raise MachineError("lm-eval is not installed", where=where, fix="pip install 'lockstep-rl[lm-eval]'")
+    path = Path(settings.path).expanduser()
+    if not path.is_file():
+        raise EvaluationError(f"there is no file {path}", where=where, fix="give the YAML file of an lm-eval task")
+    return path
+
+
 def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
     """Read a task's YAML and its data, and build its prompts. Raises MachineError without lm-eval, EvaluationError."""
-    where = f"eval.lm_eval, {settings.name}"
+    where, path = f"eval.lm_eval, {settings.name}", task_file(settings)
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MachineError("lm-eval is not installed", where=where, fix="pip install 'lockstep-rl[lm-eval]'") from error
-    path = Path(settings.path).expanduser()
-    if not path.is_file():
-        raise EvaluationError(f"there is no file {path}", where=where, fix="give the YAML file of an lm-eval task")
+        raise MachineError(
+            f"lm-eval cannot be imported: {error}", where=where, fix="pip install 'lockstep-rl[lm-eval]'"
+        ) from error
     try:
         with _quiet():
             (task,) = TaskManager(include_defaults=False).load(str(path.resolve()))["tasks"].values()

@@ -10,8 +10,9 @@ from typing import cast
 import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
+from lockstep.errors import LockstepError
 from lockstep.evaluation.records import read_score, score_path
-from lockstep.loops.start import resume_run
+from lockstep.loops.start import resume_run, start_run
 from lockstep.run.evaluation import _reason, computing
 from lockstep.run.logger import RunLogger
 from lockstep.scoring.targets import build_eval_session, find_target
@@ -102,6 +103,13 @@ def test_weights_that_training_left_as_they_were_are_an_alarm(tmp_path: Path, ti
     warnings = "\n".join(events(run, "warning"))
     assert "eval at step 2, greedy: after 2 steps the weights are still those of the base" in warnings
     assert "loaded in place" not in warnings  # its metrics say why
+
+
+def test_a_task_of_lm_eval_that_is_not_there_costs_no_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    asked = "eval.lm_eval=[{name: arc, path: nothing.yaml}]"
+    with pytest.raises(LockstepError, match=r"there is no file nothing\.yaml|lm-eval is not installed"):
+        start_run(recipe(tmp_path, tiny_model_dir, asked))
+    assert not (tmp_path / "runs").exists()
 
 
 ON_A_GPU = pytest.param(("device=cuda", "model.dtype=bf16"), marks=pytest.mark.gpu)
