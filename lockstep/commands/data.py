@@ -258,6 +258,8 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
                 print(text.question(row, to_prompt(values, f"{rows.name}/{row.number}", rows.name, rows.columns)))
         except (BadRow, ChatError) as error:
             print(text.unusable(row, error))
+        except RecursionError:
+            print(text.unusable(row, BadRow("its values are nested too deep")))
         shown += 1
         if args.row is not None or shown == args.n:
             break

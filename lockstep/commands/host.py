@@ -7,6 +7,8 @@ import shlex
 import time
 from typing import TYPE_CHECKING
 
+from lockstep.commands.eval import positive
+
 if TYPE_CHECKING:
     from lockstep.hosts.connection import Connection
 
@@ -44,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     made["run"].add_argument("words", nargs=argparse.REMAINDER, metavar="…", help="its words")
     for verb in ("tail", "fetch", "stop"):
         made[verb].add_argument("job", type=_job_name, metavar="JOB")
-    made["tail"].add_argument("-n", "--lines", type=int, default=20, help="last lines to show (20)")
+    made["tail"].add_argument("-n", "--lines", type=positive, default=20, help="last lines to show (20)")
     made["tail"].add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     made["stop"].add_argument("--seconds", type=float, default=30.0, help="time to save before it is ended (30)")
     made["gc"].add_argument("--all", action="store_true", help="also what sync brought and no job needs")

@@ -173,6 +173,15 @@ def test_the_printed_recipe_of_a_split_can_be_read(tmp_path: Path, told: Told) -
     assert recipe["task"] == {"kind": "file", "data": data[0], "heldout": {"id_probe": data[1]}}
 
 
+def test_a_row_that_is_nested_too_deep_is_shown_as_unusable(tmp_path: Path, told: Told) -> None:
+    train = jsonl(
+        tmp_path / "train.jsonl", [*sums(1), {"prompt": "q", "answer": 1, "tools": "[" * 50_000 + "]" * 50_000}]
+    )
+    code, text = told("data", "show", train)
+    assert code == 0
+    assert "row 2 · train.jsonl:2 · cannot be used: its values are nested too deep" in text
+
+
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_a_number_of_rows_that_shows_none_is_refused(number: str, tmp_path: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", sums(4))
