@@ -44,7 +44,8 @@ def train(recipe: Recipe | str | PathLike[str], *overrides: str, **settings: obj
 def resume(run: Run | str | PathLike[str], *health: str, steps: int | None = None, allow_fallback: bool = False) -> Run:
     """Continue a run from its last checkpoint; a finished one is returned as it is, unless `steps` makes it longer.
 
-    `health`: overrides of health settings, such as "health.clipping=off"; other settings belong to the run. Raises as `train`.
+    `health`: overrides of settings that a resume may change (health, track, placement, optimizer.offload), such as
+    "health.clipping=off". Raises as `train`.
     """
     found = Run(run)
     if found.state.name != "finished" or steps is not None:
