@@ -10,6 +10,7 @@
     ├── ChatError              messages cannot be turned into token ids, or back       exit 4
     ├── EngineError            the rollout engine cannot serve a request               exit 5
     │   ├── BusyError          too many requests wait; ask again later                 exit 5
+    │   ├── SpentError         the turns or tokens of an episode are used up           exit 5
     │   └── StaleWeightsError  the engine's weights are not proven to be the learner's exit 5
     ├── SyncError              a proof of sync failed; names the tensors               exit 5
     ├── LearnerError           an update cannot be made                                exit 5
