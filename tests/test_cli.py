@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,6 +16,8 @@ import lockstep
 from lockstep import cli
 from lockstep.cli import COMMANDS, main
 from lockstep.commands import train
+from lockstep.commands.eval import ROLES
+from lockstep.config.evaluate import Role
 from lockstep.errors import HealthStop
 
 ROOT = Path(__file__).parents[1]
@@ -236,3 +239,12 @@ def test_settings_may_stand_before_and_after_options() -> None:
     )
     with pytest.raises(SystemExit):  # the word is the option's value, as far as anyone knows
         parser.parse_args(["train", "smoke", "--frob", "steps=3"])
+
+
+def test_a_number_of_lines_that_shows_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["host", "tail", "spare", "job", "-n", "0"]) == 2
+    assert "-n/--lines" in capsys.readouterr().err
+
+
+def test_the_roles_of_an_option_are_those_of_the_settings() -> None:
+    assert get_args(Role) == ROLES
