@@ -27,7 +27,7 @@ from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.pool import Pool
 from lockstep.rollout.paged.prefill import Prefill, Span
 from lockstep.rollout.paged.scheduler import Running, begin_rows, check_room, ended_at, pages_for, pages_of, room_of
-from lockstep.rollout.paged.snapshot import Snapshot
+from lockstep.rollout.paged.snapshot import Snapshot, read_tokens
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
@@ -181,9 +181,10 @@ class PagedEngine:
         self._remove([row for row, sequence in enumerate(self._active) if sequence.request.id == id])
 
     def sampled(self, ids: Collection[str]) -> dict[str, Sampled]:
-        rows = {row: one for row, one in enumerate(self._active) if one.request.id in ids}
-        found = ((rows[row], tokens, logprobs) for row, tokens, logprobs in self._read(list(rows)))
-        return {one.request.id: Sampled(tokens[: one.drawn], logprobs[: one.drawn]) for one, tokens, logprobs in found}
+        if self._active:
+            read_tokens(self._live, self._active)
+        found = (one for one in self._active if one.request.id in ids)
+        return {one.request.id: Sampled(tuple(one.ids), tuple(one.logprobs)) for one in found}
 
     def forget(self) -> None:
         """Drop what is kept for later turns, and free the memory if nothing runs."""
@@ -280,6 +281,8 @@ class PagedEngine:
         else:
             self._ops.draw(logits_BV, view)
         self._ops.advance(view, len(started), self._stops_X)
+        for sequence in started:
+            sequence.drawn = 1
 
     # --- decoding -------------------------------------------------------------------------------------------------
     def _start_chunk(self) -> Snapshot:
@@ -308,28 +311,18 @@ class PagedEngine:
     def _collect(self, snapshot: Snapshot) -> None:
         """Read a chunk's snapshot, emit completions of finished sequences, and compact the batch."""
         snapshot.read()
-        read = [row for row, one in enumerate(self._active) if one.done or one.request.sampling.stop]
         finished = []
         with snapshot.beside(self._active):
-            for row, ids, logprobs in self._read(read):
-                sequence = self._active[row]
-                if (end := ended_at(sequence, ids, self._decode, self._stop_ids)) is not None:
-                    tokens, reason = end
-                    kept = ids[:tokens], logprobs[:tokens]
-                    self._done.append(Completion(sequence.request, *kept, reason, self.version))
-                    self._pool.keep(sequence, kept[0])
-                    finished.append(row)
+            read_tokens(self._live, self._active)
+        for row, sequence in enumerate(self._active):
+            if (end := ended_at(sequence, self._decode, self._stop_ids)) is not None:
+                tokens, reason = end
+                kept = tuple(sequence.ids[:tokens]), tuple(sequence.logprobs[:tokens])
+                self._done.append(Completion(sequence.request, *kept, reason, self.version))
+                self._pool.keep(sequence, kept[0])
+                finished.append(row)
         snapshot.catch_up()
         self._remove(finished)
-
-    def _read(self, places: Sequence[int]) -> Iterator[tuple[int, TokenIds, tuple[float, ...]]]:
-        """Yield rows with their tokens and log-probabilities, of which the first `drawn` are valid."""
-        if places:
-            place_B = torch.tensor(places, device=self._device)
-            longest = max(self._active[place].drawn for place in places)
-            both = (tensor[place_B, :longest].tolist() for tensor in (self._live.ids_BN, self._live.logprobs_BN))
-            for row, ids, logprobs in zip(places, *both, strict=True):
-                yield row, tuple(ids), tuple(logprobs)
 
     def _remove(self, finished: Sequence[int]) -> None:
         if not finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
@@ -43,7 +43,10 @@ class Running:
     """Number of tokens sampled, as far as the host knows."""
     done: bool = False
     """True once the host knows that the device has ended it."""
-    read: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Tokens that the host has read, and their log-probabilities."""
+    searched: int = 0
     """Number of tokens already searched for stop strings."""
 
     @property
@@ -127,22 +130,19 @@ def check_room(requests: Iterable[Request], pages: int) -> None:
 
 
 def ended_at(
-    sequence: Running,
-    ids: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
-    stop_ids: frozenset[int],
+    sequence: Running, decode: Callable[[Sequence[int]], str], stop_ids: frozenset[int]
 ) -> tuple[int, FinishReason] | None:
     """Return a sequence's number of valid tokens and why it ended; None if it continues. Marks the searched tokens."""
-    stops = sequence.request.sampling.stop
+    ids, stops = sequence.ids, sequence.request.sampling.stop
     if stops and not sequence.request.sampling.ignore_eos:
         # A character may take four tokens, one for each of its bytes.
         window = max(64, 4 * max(map(len, stops)) + 8)
-        for end in range(sequence.read + 1, sequence.drawn + 1):
+        for end in range(sequence.searched + 1, len(ids) + 1):
             text = decode(ids[max(0, end - window) : end])
             if any(stop in text for stop in stops):
                 return end, FinishReason.STOP
-        sequence.read = sequence.drawn
+        sequence.searched = len(ids)
     if not sequence.done:
         return None
-    ended = ids[sequence.drawn - 1] in stop_ids and not sequence.request.sampling.ignore_eos
-    return sequence.drawn, FinishReason.STOP if ended else FinishReason.LENGTH
+    ended = ids[-1] in stop_ids and not sequence.request.sampling.ignore_eos
+    return len(ids), FinishReason.STOP if ended else FinishReason.LENGTH

@@ -21,13 +21,14 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.small import random_model, small_config
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.native import NativeEngine
+from lockstep.rollout.paged import engine as engines
 from lockstep.rollout.paged import prefill
 from lockstep.rollout.paged import snapshot as snapshots
 from lockstep.rollout.paged.engine import CHUNK, PagedEngine
 from lockstep.rollout.paged.forms import FAMILIES as FORMS
 from lockstep.rollout.paged.scheduler import Running
 from lockstep.rollout.paged.snapshot import Snapshot
-from lockstep.rollout.paged.state import PAGE
+from lockstep.rollout.paged.state import PAGE, Rows
 from lockstep.types import Request, Sampling
 from tests.docs.models_page import default
 from tests.learner.models import FAMILIES, logprobs_of, plain, tokens, twin
@@ -321,14 +322,19 @@ def test_the_last_step_of_a_chunk_is_made_while_what_ended_before_it_is_read(mon
     lengths = (CHUNK, CHUNK + 1, CHUNK + 2, 3 * CHUNK)  # the first token comes with the prompt
     model = twin(plain("llama"))
     engine, made, reads = paged_over(model, slots=4), [], []
-    sample, read = engine._step.sample, engine._read
+    sample = engine._step.sample
+
+    def read(rows: Rows, sequences: list[Running]) -> None:
+        reads.append((len(made), [row for row, one in enumerate(sequences) if one.done]))
+        snapshots.read_tokens(rows, sequences)
+
     monkeypatch.setattr(engine._step, "sample", lambda count: made.append(count) or sample(count))
-    monkeypatch.setattr(engine, "_read", lambda places: reads.append((len(made), list(places))) or read(places))
+    monkeypatch.setattr(engines, "read_tokens", read)
     asked = [request(str(n), tokens(9, n), Sampling(n, ignore_eos=True), group=str(n)) for n in lengths]
     found = finish(engine, asked)
     assert [len(found[str(n)].ids) for n in lengths] == list(lengths)
     # Two end in the first chunk: one before its last step, one in it. Of three left the next two end in the second.
-    assert [one for one in reads if one[1]] == [(CHUNK, [0]), (2 * CHUNK, [0, 1]), (3 * CHUNK - 1, [0])]
+    assert reads == [(CHUNK, [0]), (2 * CHUNK, [0, 1]), (3 * CHUNK - 1, [0])]
     alone = finish(paged_over(model, slots=1), asked)
     assert {key: one.ids for key, one in found.items()} == {key: one.ids for key, one in alone.items()}
 
