@@ -16,7 +16,7 @@ from lockstep.rollout.grading import AsyncGrader
 from lockstep.run.logger import Clock
 from lockstep.tasks.file import FileRows
 from lockstep.tasks.mixed import Mixed
-from lockstep.types import Group, Metrics, NativeRollouts, Prompt, Rollout, RolloutEngine, Sampling, Task
+from lockstep.types import Group, Metrics, NativeRollouts, Prompt, RolloutEngine, Sampling, Task
 
 
 def sampling_of(recipe: Recipe) -> Sampling:
@@ -25,16 +25,13 @@ def sampling_of(recipe: Recipe) -> Sampling:
     return Sampling(r.max_tokens, r.temperature, r.top_k, r.top_p, r.min_p, tuple(r.stop), r.ignore_eos)
 
 
-def sample_groups(
-    parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int, clock: Clock
-) -> tuple[list[Group], Metrics]:
-    """Sample and grade the groups of `prompts`, in order. Returns also metrics of environments, if there are any.
+def sample_groups(parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
+    """Sample and grade the groups of `prompts`, in order.
 
     A sample is a function of (run, step, prompt, sample), and in an episode of the turn and the text before it.
     """
     grader = AsyncGrader(parts.task, beside=parts.beside)
     seed = (recipe.seed, "rollout", step)
-    before = _processed(parts.engine)
     with clock("rollout"):
         groups = make_rollouts(
             parts.engine,
@@ -50,23 +47,25 @@ def sample_groups(
         )
     clock.move(grader.held, "rollout", "grade")
     clock.add(grader.metrics)
-    found = episode_metrics([rollout for group in groups for rollout in group.rollouts])
-    if found and before is not None:
-        now = _processed(parts.engine) or before
-        found |= {"env/tokens_processed": float(now[0] - before[0]), "env/tokens_reused": float(now[1] - before[1])}
-    return groups, found
+    return groups
 
 
-def _processed(engine: RolloutEngine) -> tuple[int, int] | None:
-    return (engine.processed, engine.reused) if isinstance(engine, NativeRollouts) else None
+def processed(engine: RolloutEngine) -> tuple[int, int]:
+    """Return the numbers of tokens that went through the model so far and that were reused; an engine may count none."""
+    return (engine.processed, engine.reused) if isinstance(engine, NativeRollouts) else (0, 0)
 
 
-def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return metrics of a step's episodes; nothing if all its prompts were questions with one reply."""
+def episode_metrics(groups: Sequence[Group], engine: RolloutEngine, before: tuple[int, int]) -> Metrics:
+    """Return metrics of a step's episodes; nothing if all its prompts were questions with one reply. `before`: what the engine
+    had processed when the step began.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     episodes = [one for one in rollouts if one.turns]
     if not episodes:
         return {}
-    return {
+    counted = zip(("env/tokens_processed", "env/tokens_reused"), processed(engine), before, strict=True)
+    tokens = {name: float(now - then) for name, now, then in counted} if isinstance(engine, NativeRollouts) else {}
+    return tokens | {
         "env/episodes": float(len(episodes)),
         "env/turns": fmean(one.turns for one in episodes),
         "env/tokens_sampled": float(sum(one.sampled for one in rollouts)),

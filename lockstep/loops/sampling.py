@@ -11,7 +11,7 @@ from contextlib import suppress
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
 from lockstep.errors import LockstepError
-from lockstep.loops.rollouts import check_scored, sample_groups
+from lockstep.loops.rollouts import check_scored, episode_metrics, processed, sample_groups
 from lockstep.run.logger import Clock, RunLogger
 from lockstep.tasks.mixed import Mixed
 from lockstep.types import Group, Metrics, Prompt, Task
@@ -32,11 +32,10 @@ def draw_groups(
     rounds = dynamic.max_rounds if dynamic.enabled else 1
     groups: list[Group] = []
     kept: list[int] = []
-    unscored, metrics = "", Metrics()
+    unscored, before = "", processed(parts.engine)
     for number in range(rounds):
         prompts = step_prompts(parts, recipe, step, number, groups, len(kept))
-        more, found = sample_groups(parts, recipe, prompts, step, clock)
-        groups, metrics = groups + more, metrics or found
+        groups += sample_groups(parts, recipe, prompts, step, clock)
         unscored = check_scored(groups, recipe, step + 1)
         kept = [index for index, group in enumerate(groups) if not dynamic.enabled or mixed(group)]
         if len(kept) >= recipe.prompts_per_step:
@@ -44,7 +43,7 @@ def draw_groups(
     for warning in (unscored, _shortfall(len(kept), len(groups), recipe)):
         if warning:
             logger.warn(warning, step=step + 1)
-    metrics |= take_in(parts, groups)
+    metrics = episode_metrics(groups, parts.engine, before) | take_in(parts, groups)
     if dynamic.enabled:
         metrics |= {
             "sampling/acceptance_rate": len(kept) / len(groups),

@@ -285,7 +285,7 @@ def _live(groups: list[Group]) -> float:
 
 def _sampled(parts: Parts, recipe: Recipe, prompts: list[Prompt]) -> tuple[float, list[Group]]:
     found: list[Group] = []
-    seconds = _seconds(lambda: found.extend(sample_groups(parts, recipe, prompts, 0, Clock())[0]))
+    seconds = _seconds(lambda: found.extend(sample_groups(parts, recipe, prompts, 0, Clock())))
     return seconds, found
 
 

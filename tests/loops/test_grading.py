@@ -49,7 +49,7 @@ def groups_of(parts: Parts, made: Recipe, clock: Clock | None = None) -> list[Gr
     """The graded groups of the first step."""
     parts.sync.push(parts.learner, parts.engine)
     prompts = list(parts.task.batch(0, made.prompts_per_step))
-    return sample_groups(parts, made, prompts, 0, clock or Clock())[0]
+    return sample_groups(parts, made, prompts, 0, clock or Clock())
 
 
 def test_grades_do_not_depend_on_the_workers(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_verifier_that_raises_leaves_the_reply_unscored(tmp_path: Path, tiny_m
     parts, made = built(tmp_path, tiny_model_dir, "slow")
     prompts = list(parts.task.batch(0, made.prompts_per_step))
     parts.sync.push(parts.learner, parts.engine)
-    groups, _ = sample_groups(replace(parts, task=Raising()), made, prompts, 0, Clock())
+    groups = sample_groups(replace(parts, task=Raising()), made, prompts, 0, Clock())
     assert {rollout.grade.error for rollout in groups[0].rollouts} == {
         f"the verifier raised ZeroDivisionError: {prompts[0].id}"
     }

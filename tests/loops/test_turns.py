@@ -60,6 +60,18 @@ def test_ids_sampled_are_ids_trained_on_every_trajectory(
             assert step.metrics["mismatch/mean_abs_dlogp"] < 1e-5
 
 
+def test_the_metrics_of_episodes_are_of_all_rounds(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Dynamic sampling draws until groups are mixed; those of a model that never guesses are not, so it draws in each round."""
+    rounds = ("algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.max_rounds=3", "steps=1")
+    run = start_run(recipe(tmp_path, tiny_model_dir, GUESS, *rounds, "health.garbage=off"))
+    metrics = read_metrics(run)[-1].metrics
+    assert metrics["sampling/rounds"] == 3
+    assert metrics["env/episodes"] == metrics["batch/samples"] == 3 * 8
+    assert metrics["env/tokens_sampled"] == metrics["batch/tokens_generated"]
+    prompts = sum(len(row.prompt_ids) for row in read_rollouts(run, 1))
+    assert metrics["env/tokens_processed"] + metrics["env/tokens_reused"] >= prompts
+
+
 def test_too_many_failures_stop_the_run_and_name_the_first(tmp_path: Path, tiny_model_dir: Path) -> None:
     task = {**COUNTER, "settings": {"mode": "throws"}}
     with pytest.raises(HealthStop, match="the dice are lost"):
