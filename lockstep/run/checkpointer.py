@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lockstep.build.disk import check_first
 from lockstep.build.parts import Parts
 from lockstep.checkpoint.store import list_checkpoints
@@ -23,9 +25,10 @@ class Checkpointer:
     def note(self, step: int, metrics: Metrics) -> bool:
         """Return True if these are the best weights so far, which must be saved."""
         name = self._recipe.save.keep_best
-        if name is None or name not in metrics or (self._best is not None and metrics[name] <= self._best[0]):
+        value = math.nan if name is None else metrics.get(name, math.nan)
+        if math.isnan(value) or (self._best is not None and value <= self._best[0]):
             return False
-        self._best = (metrics[name], step)
+        self._best = (value, step)
         return True
 
     def save(self, step: int, proof: Proof, clock: Clock) -> None:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lockstep.build import build as parts
 from lockstep.checkpoint.store import list_checkpoints
+from lockstep.config.load import dump
 from lockstep.errors import ChatError, HealthStop, LearnerError, SyncError
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops import rl
 from lockstep.loops.start import start_run
 from lockstep.models.weights import named_weights
 from lockstep.rollout.native import NativeEngine
+from lockstep.run.checkpointer import Checkpointer
+from lockstep.run.logger import RunLogger
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.sync.proof import TOLERANCE
 from lockstep.track.rollouts import read_rollouts, rollout_steps
+from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import proof_from_json, read_events, read_metrics
 from lockstep.types import WeightStream
 from tests.gallery import Gallery
@@ -253,6 +259,20 @@ def test_the_best_checkpoint_is_kept_and_the_base_is_none(tmp_path: Path, tiny_m
     rewards = {row.step: row.metrics["reward/mean"] for row in read_metrics(run) if row.step}
     best = min(step for step, reward in rewards.items() if reward == max(rewards.values()))
     assert [info.step for info in list_checkpoints(run.path)] == sorted({best, 4})
+
+
+def test_what_is_not_a_number_is_never_the_best(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """A run that diverges would otherwise delete its best checkpoint, and keep the first one that is of no use."""
+    made = recipe(tmp_path, tiny_model_dir, NO_EVAL, "save.keep_best=reward/mean")
+    nothing: Any = None
+    with RunDirectory.create(tmp_path / "run", dump(made), {}) as run:
+        logger = RunLogger(run, made)
+        keeper = Checkpointer(nothing, made, logger, 0)
+        values = (math.nan, 0.25, 0.5, math.nan, 0.375)
+        assert [keeper.note(step, {"reward/mean": value}) for step, value in enumerate(values)] == [
+            False, True, True, False, False,
+        ]  # fmt: skip
+        logger.close()
 
 
 def test_the_stored_recipe_is_complete(gallery: Gallery) -> None:
