@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, assert_never, get_type_hints
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from lockstep.config.schema import AdamW, Muon, Optimizer, PythonOptimizer
@@ -189,7 +190,6 @@ def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
     """Return the settings with the types of the class's signature. Raises LearnerError with every mistake."""
     parameters = inspect.signature(found).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = get_type_hints(found.__init__)  # type: ignore[misc]  # of a class, not of an instance
     known = [name for name in parameters if name not in ("params", "lr")]
     given, mistakes = {}, []
     for name, value in settings.settings.items():
@@ -199,9 +199,23 @@ def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
             mistakes.append(f"{name}: no such setting; {hint}")
             continue
         try:
-            given[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
+            given[name] = TypeAdapter(_hint(found, name)).validate_python(value)
+        except PydanticUserError:  # a type of which only the class itself knows what it takes
+            given[name] = value
         except ValidationError as error:
             mistakes.append(f"{name} = {value!r}: {error.errors()[0]['msg']}")
     if mistakes:
         raise LearnerError("; ".join(mistakes), where=settings.path, fix="correct optimizer.settings")
     return given
+
+
+def _hint(found: type, name: str) -> Any:
+    """Return the type that a class's signature gives a setting; Any if it cannot be read, as one that is imported only for type
+    checkers.
+    """
+    start: Any = inspect.unwrap(found.__init__)  # type: ignore[misc]  # of a class, not of an instance
+    alone = SimpleNamespace(__annotations__={name: getattr(start, "__annotations__", {}).get(name, Any)})
+    try:
+        return get_type_hints(alone, getattr(start, "__globals__", {}))[name]
+    except Exception:
+        return Any

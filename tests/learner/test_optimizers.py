@@ -144,6 +144,11 @@ class Odd(Mine):
                 self.state[p]["history"] = ["first"]
 
 
+class Hinted(torch.optim.SGD):
+    def __init__(self, params: "Iterable", lr: "float" = 0.1, momentum: "float" = 0.0, start: "torch.Tensor | int" = 0):
+        super().__init__(params, lr=lr, momentum=momentum)
+
+
 def function(params, lr):
     return None
 """
@@ -229,6 +234,15 @@ def test_a_state_of_another_optimizer_is_refused(own: Path, damage: str):
 def test_a_class_or_setting_that_does_not_fit_is_refused(own: Path, name: str, settings: dict[str, Any], match: str):
     with pytest.raises(LearnerError, match=match):
         MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:{name}", settings=settings))
+
+
+def test_hints_that_cannot_be_read_refuse_nothing(own: Path):
+    """Iterable is not imported there, as with `if TYPE_CHECKING`, and pydantic knows no tensors; momentum is checked still."""
+    settings = {"momentum": "0.5", "start": 3}
+    (inner,) = MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:Hinted", settings=settings))._inner
+    assert inner.optimizer.param_groups[0]["momentum"] == 0.5
+    with pytest.raises(LearnerError, match="momentum = 'much': Input should be a valid number"):
+        MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:Hinted", settings={"momentum": "much"}))
 
 
 def test_what_fails_says_where(own: Path):
