@@ -98,8 +98,10 @@ def read_material(recipe: Recipe) -> Material:
         notes.append(f"{repeated} rows repeat a question of the validation set and are left out")
     size = sft.sequences_per_step
     if len(train) < size:
-        what = f"there are {len(train)} rows to train on, but one step needs {size}"
-        raise DataError(what, where=origin, fix="lower sft.sequences_per_step or sft.validation_rows")
+        left = f"; {repeated} more repeat a question of the validation set" if repeated else ""
+        what = f"there are {len(train)} rows to train on, but one step needs {size}{left}"
+        other = "sft.validation_rows" if sft.validation is None else "give other rows as sft.validation"
+        raise DataError(what, where=origin, fix=f"lower sft.sequences_per_step or {other}")
     epochs = recipe.steps / (len(train) // size)  # as sft.epochs counts them: rows that fill no step are left out
     notes.append(
         f"{len(train)} rows are trained on, {len(validation)} validate; an epoch is {len(train) // size} steps of {size} rows, "

@@ -294,6 +294,12 @@ def test_too_few_rows_are_said_so(tmp_path: Path, tiny_model_dir: Path):
                             ("sft.validation_rows=28", "28 questions are needed for validation, but there are")):  # fmt: skip
         with pytest.raises(DataError, match=match):
             built(sft_runs.recipe(tmp_path, tiny_model_dir, override))
+    same = f"sft.validation={tmp_path}/rows.jsonl"
+    with pytest.raises(
+        DataError, match=r"0 rows to train on, .* 4; 28 more repeat a question of the validation"
+    ) as caught:
+        built(sft_runs.recipe(tmp_path, tiny_model_dir, same))
+    assert caught.value.fix == "lower sft.sequences_per_step or give other rows as sft.validation"
 
 
 @pytest.mark.parametrize(
