@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ class UserAdvantage:
         row: Any = value.tolist() if hasattr(value, "tolist") else value
         row = [row] * len(reply.ids) if isinstance(row, int | float) else row
         right = isinstance(row, list | tuple) and len(row) == len(reply.ids)
-        if not right or not all(isinstance(one, int | float) and math.isfinite(one) for one in row):
+        if not right or not all(isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in row):
             raise LearnerError(f"the advantage of reply {number} is {str(value)[:80]}", where=self.path, fix=_RETURN)
         counts = reply.reward is not None
         return replace(

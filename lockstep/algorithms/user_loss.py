@@ -45,6 +45,9 @@ class UserLoss:
             raise self._wrong(f"the loss of token {bad} of {loss_T.numel()} is {loss_T[bad].item()}")
         if inputs.logprobs_T.requires_grad and not loss_T.requires_grad:
             raise self._wrong("the loss has no gradient: it was detached, or does not depend on inputs.logprobs_T")
+        for metrics in (output.means, output.maxima):
+            if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+                raise self._wrong(f"the metrics of the loss are {metrics!r:.80}, not tensors by name")
         for name, value_T in {**output.means, **output.maxima}.items():
             self._tensor(value_T, f"the metric {name}", inputs)
         return output

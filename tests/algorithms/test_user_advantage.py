@@ -33,6 +33,10 @@ def infinite(replies):
     return [float("inf") for _ in replies]
 
 
+def huge(replies):
+    return [10**400 for _ in replies]
+
+
 def fails(replies):
     return [one.prize for one in replies]
 
@@ -70,6 +74,7 @@ def test_it_may_give_one_for_each_token(tmp_path: Path) -> None:
     [
         ("short", "returned 1 values for 6 replies"),
         ("infinite", "the advantage of reply 0 is inf"),
+        ("huge", "the advantage of reply 0 is 1000"),
         ("fails", r"estimator fails: AttributeError.*prize.*own\.py:\d+"),
         ("alone", r"would be called with \(replies\)"),
         ("none", "has no none"),

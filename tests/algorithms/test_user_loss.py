@@ -96,6 +96,11 @@ def test_it_is_corrected_penalised_and_given_a_bonus_like_any_other(tmp_path: Pa
             r"the metric a has the shape \[\]",
         ),
         ("return LossOutput(inputs.logprobs_T, maxima={'a': 3})", "the metric a is a int, not a tensor"),
+        ("return LossOutput(inputs.logprobs_T, None)", "the metrics of the loss are None, not tensors by name"),
+        (
+            "return LossOutput(inputs.logprobs_T, {1: inputs.logprobs_T})",
+            "the metrics of the loss are {1: .*, not tensors by",
+        ),
         ("return inputs.log_probs", r"the loss fails: AttributeError: .*log_probs.*mine.py:4\)"),
         ("raise SystemError('no')", "the loss fails: SystemError: no"),
     ],
