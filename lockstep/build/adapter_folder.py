@@ -82,7 +82,7 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
     if config.get("bias", "none") != "none":
         raise _unread(found, f"it trains biases (bias: {config['bias']})")
     targets = config.get("target_modules")
-    if not targets:
+    if not targets or not isinstance(targets, str | list):
         raise _unread(found, "it names no target_modules")
     if isinstance(targets, str) or any(str(target).startswith(REGEX) for target in targets):
         targets = _layers(found.path)  # a foreign expression is not evaluated: it may never end
@@ -94,6 +94,8 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
         return Lora.model_validate(settings | switches)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # of settings that exclude each other
+            raise _unread(found, first["msg"]) from error
         where = {"rank": "r", "alpha": "lora_alpha"}.get(str(first["loc"][0]), str(first["loc"][0]))
         raise _unread(found, f"{where} is {str(first['input'])[:40]}: {first['msg']}") from error
 

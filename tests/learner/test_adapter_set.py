@@ -126,6 +126,20 @@ def test_a_config_that_takes_memory_or_time_without_end_is_refused(
         adapter_settings(found, NoAdapter())
 
 
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"use_dora": True, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "combined with dora"),
+        ({"target_modules": 5}, "it names no target_modules"),
+    ],
+)
+def test_settings_that_no_recipe_can_have_are_named(
+    folders: dict[str, Path], entries: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ModelError, match=f"cannot be rebuilt from its settings: .*{says}"):
+        adapter_settings(spoil(folders["small"], **entries), NoAdapter())
+
+
 def test_the_stream_has_the_active_adapter_alone(folders: dict[str, Path]) -> None:
     adapters = empty_set()
     for name, folder in folders.items():
