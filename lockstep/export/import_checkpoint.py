@@ -16,7 +16,7 @@ from lockstep.checkpoint.state import read_tensors
 from lockstep.errors import CheckpointError, ConfigError, ModelError
 from lockstep.export.files import copy_model_files, in_the_making, new_folder, write_sharded
 from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
-from lockstep.models.folder import check_config, check_weights, missing_weights
+from lockstep.models.folder import check_config, check_weights, missing_weights, weight_files
 from lockstep.models.foreign import Foreign, Kind
 from lockstep.models.load import reason_of, structure, unreadable
 from lockstep.models.torch_files import joined, module_states
@@ -125,7 +125,9 @@ def _read(found: Foreign) -> Mapping[str, Tensor]:
         case _:
             if missing := missing_weights(found.path):
                 raise CheckpointError(f"{missing} is missing", where=str(found.path), fix="copy the whole folder again")
-            files = sorted(found.path.glob("model*.safetensors"))
+            whole = "model.safetensors"  # transformers takes it before an index; what neither names is of another save
+            names = [whole] if (found.path / whole).is_file() else weight_files(found.path)
+            files = sorted(path for path in found.path.glob("*.safetensors") if path.name in names)
             return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
 

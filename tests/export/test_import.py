@@ -165,6 +165,25 @@ def test_trl(trained: Path, tmp_path: Path) -> None:
         import_checkpoint(find_foreign(tmp_path / "trl"), tmp_path / "out")
 
 
+def test_files_of_another_save_are_not_imported(trained: Path, tmp_path: Path) -> None:
+    """A trainer that saved into the same folder with more files before leaves some of them there; the index has none of them."""
+    place, other = tmp_path / "checkpoint-10", tmp_path / "other"
+    shutil.copytree(trained, place)
+    (place / "model.safetensors").unlink()
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    model.save_pretrained(place, max_shard_size="200KB")
+    torch.nn.init.zeros_(model.get_input_embeddings().weight)
+    model.save_pretrained(other, max_shard_size="100KB")
+    count = len(list(place.glob("model-*")))
+    for file in other.glob("model-*"):
+        shutil.copy(file, place)
+    assert len(list(place.glob("model-*"))) > count > 1
+    import_checkpoint(find_foreign(place), tmp_path / "out")
+    own, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(trained / "model.safetensors")
+    assert all(torch.equal(own.pop(name), tensor) for name, tensor in theirs.items())
+    assert own == {}
+
+
 def test_openrlhf(trained: Path, tmp_path: Path) -> None:
     """--ckpt_path: DeepSpeed's states of ZeRO 2 hold the whole module; config and tokenizer are those of the model."""
     place = tmp_path / "ckpt" / "_actor" / "global_step20"
