@@ -165,7 +165,8 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
         )
     given = checked_settings(found, settings)
     groups = _groups(masters, settings.weight_decay)
-    if not settings.weight_decay:
+    takes = "weight_decay" in inspect.signature(found).parameters and "weight_decay" not in given
+    if not (settings.weight_decay or takes):  # a decay of 0 is given too: the class may have another default
         groups = [{"params": group["params"]} for group in groups]
     make: Callable[..., torch.optim.Optimizer] = found
     try:

@@ -144,6 +144,11 @@ class Odd(Mine):
                 self.state[p]["history"] = ["first"]
 
 
+class Decays(torch.optim.AdamW):
+    def __init__(self, params, lr, weight_decay: float = 0.01):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+
 class Hinted(torch.optim.SGD):
     def __init__(self, params: "Iterable", lr: "float" = 0.1, momentum: "float" = 0.0, start: "torch.Tensor | int" = 0):
         super().__init__(params, lr=lr, momentum=momentum)
@@ -243,6 +248,17 @@ def test_hints_that_cannot_be_read_refuse_nothing(own: Path):
     assert inner.optimizer.param_groups[0]["momentum"] == 0.5
     with pytest.raises(LearnerError, match="momentum = 'much': Input should be a valid number"):
         MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:Hinted", settings={"momentum": "much"}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "decays"), [(0.0, {}, {0.0}), (0.5, {}, {0.5, 0.0}), (0.0, {"weight_decay": 0.25}, {0.25})]
+)
+def test_the_decay_is_the_recipes_not_the_default_of_the_class(
+    own: Path, setting: float, options: dict[str, Any], decays: set[float]
+):
+    settings = PythonOptimizer(path=f"{own}:Decays", settings=options, weight_decay=setting)
+    (inner,) = MasterOptimizer(parameters(), settings)._inner
+    assert {group["weight_decay"] for group in inner.optimizer.param_groups} == decays
 
 
 def test_what_fails_says_where(own: Path):
