@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias, assert_never
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import Json, Section
+from lockstep.config.section import Json, Place, Section
 
 Targets: TypeAlias = Literal["auto", "all-linear", "attention"] | list[str]
 REGEX = "re:"
@@ -35,7 +35,7 @@ class _Adapted(Section):
     targets: Targets = "auto"
     """Linear layers that get an adapter: all-linear (all but the head), attention, or a list of names and regular expressions
     (re:…) over full names. auto is attention for a model with experts and all-linear for others."""
-    start: str | None = None
+    start: Place | None = None
     """A folder with an adapter of this kind and shape to start from, in PEFT's layout (a checkpoint of an adapter run is one).
     It must have been made for this base."""
 

@@ -45,6 +45,7 @@ from lockstep.config.records import Save as Save
 from lockstep.config.records import Track as Track
 from lockstep.config.section import TAG as TAG
 from lockstep.config.section import Json as Json
+from lockstep.config.section import Place
 from lockstep.config.section import Section as Section
 from lockstep.config.sft import Rollouts as Rollouts
 from lockstep.config.sft import Sft as Sft
@@ -116,10 +117,10 @@ class Recipe(Section):
     {seed}, {steps}, {date}, {time}, any setting ({update.epochs}), and {n}, the first number that is free."""
     loop: Literal["rl", "sft"] = "rl"
     """rl samples, grades and improves; sft learns from given replies (section sft)."""
-    warm_start: str | None = None
+    warm_start: Place | None = None
     """A run or checkpoint whose trained weights this run starts from, with a new step count and a new optimizer. To go on with
     a stopped run instead, use lockstep train --resume."""
-    runs_dir: str = "runs"
+    runs_dir: Place = "runs"
     """Folder of run directories."""
     paths: Paths = Paths()
     seed: int = Field(default=0, ge=0, lt=2**31)

@@ -6,10 +6,11 @@ import ast
 import functools
 import inspect
 import itertools
+import os
 import sys
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 TAG = "kind"
 """The field that names the variant wherever a section has several."""
@@ -17,6 +18,8 @@ TAG = "kind"
 Json: TypeAlias = str | int | float | bool | list[Any] | dict[str, Any] | None
 CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$")]
 """A function or class in a file of the user's: file.py:NAME."""
+Place: TypeAlias = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A folder; ~ at its beginning is that of the user."""
 
 
 def _add_meanings(schema: dict[str, Any], section: type[BaseModel]) -> None:

@@ -7,13 +7,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from lockstep.config.data import Data
-from lockstep.config.section import Section
+from lockstep.config.section import Place, Section
 
 
 class Rollouts(Section):
     """Replies that another run sampled and graded: rejection sampling. Their token ids are kept as they were sampled."""
 
-    run: str = Field(min_length=1)
+    run: Place = Field(min_length=1)
     """The run's directory."""
     keep: Literal["right", "all"] = "right"
     """right keeps correct replies alone; replies that were cut off or could not be scored are never kept."""

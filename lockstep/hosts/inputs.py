@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -143,9 +144,8 @@ class _Search:
         return None
 
     def _runs(self, text: str) -> str:
-        if not _leads_out(Path(text)):
-            return text
-        return self._name(Path(text))
+        path = Path(os.path.expanduser(text))  # noqa: PTH111  # as the recipe does; ~nobody stays
+        return self._name(path) if _leads_out(path) else text
 
     def _name(self, path: Path) -> str:
         """Return the name there of a path here."""

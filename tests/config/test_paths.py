@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lockstep.config.load import load
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
@@ -35,3 +37,14 @@ def test_one_setting_places_all_caches_before_anything_reads_them(tmp_path: Path
 def test_a_variable_of_the_environment_wins(tmp_path: Path) -> None:
     found = caches(tmp_path, LOCKSTEP_CACHE=f"{tmp_path}/own")
     assert found == [f"{tmp_path}/scratch/huggingface/hub", f"{tmp_path}/own"]
+
+
+def test_a_tilde_is_the_home_folder() -> None:
+    """Kept as it is, it would be a folder called ~ in the present one."""
+    rollouts = "sft={rollouts: {run: ~/runs/a}}"
+    recipe = load(["runs_dir=~/runs", "warm_start=~/runs/a", "adapter={kind: lora, start: ~/b}", "loop=sft", rollouts])
+    home = Path.home()
+    assert (recipe.runs_dir, recipe.warm_start) == (f"{home}/runs", f"{home}/runs/a")
+    assert recipe.sft is not None
+    assert recipe.sft.rollouts is not None
+    assert (recipe.sft.rollouts.run, recipe.adapter.model_dump()["start"]) == (f"{home}/runs/a", f"{home}/b")

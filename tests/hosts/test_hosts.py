@@ -110,6 +110,10 @@ def test_an_evaluation_sent_there_is_the_one_made_here(
     assert "all 4 replies are those of the stored score" in capsys.readouterr().out
 
 
+def test_runs_below_the_home_folder_come_back_there() -> None:
+    assert list(inputs_of(["train", "runs_dir=~/runs"]).paths.values()) == [str(Path.home() / "runs")]
+
+
 @pytest.mark.slow
 def test_training_goes_on_without_the_connection_and_its_run_is_fetched(
     spare: Machine, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], gallery: Gallery
