@@ -96,13 +96,12 @@ class UpdateStatistics:
             found.append(Piece(one.number, tokens, one.processed, loss, sums, maxima, mismatch, scored))
         return tuple(found)
 
-    def metrics(self) -> Metrics:
-        """Return metrics as named in docs/metrics.md. Without any token there are only the counts."""
-        return combine(self.pieces())
-
 
 def combine(pieces: Sequence[Piece]) -> Metrics:
-    """Return the metrics of an update from all its pieces, summed in the order of the micro-batches."""
+    """Return the metrics of an update from all its pieces, summed in the order of the micro-batches: as named in docs/metrics.md.
+
+    Without any token there are only the counts.
+    """
     pieces = sorted(pieces, key=lambda piece: piece.number)
     tokens = sum(piece.tokens for piece in pieces)
     counts = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.learner.statistics import UpdateStatistics, quantiles
+from lockstep.learner.statistics import UpdateStatistics, combine, quantiles
 from lockstep.types import LossInput, LossOutput, Scored
 
 
@@ -39,7 +39,7 @@ def test_means_are_by_token_and_maxima_over_all():
         -1.0,
         processed=5,
     )
-    metrics = statistics.metrics()
+    metrics = combine(statistics.pieces())
     assert metrics["kl/ref"] == pytest.approx((1 + 2 + 3 + 6) / 4)
     assert metrics["ratio/max"] == 3.0
     assert metrics["entropy/mean"] == pytest.approx(7 / 4)
@@ -67,7 +67,7 @@ def test_a_maximum_with_a_number_that_is_none_is_none(order: tuple[float, ...]) 
     statistics = UpdateStatistics()
     for value in order:
         statistics.add(inputs([-1.0], [value], [1.0]), output([0.0], [value]), 0.0, processed=1)
-    metrics = statistics.metrics()
+    metrics = combine(statistics.pieces())
     for name in ("ratio/max", "mismatch/max_abs_dlogp", "mismatch/max_weight"):
         assert math.isnan(metrics[name]), name
 
@@ -77,11 +77,11 @@ def test_the_mismatch_is_that_of_the_old_policy():
     statistics = UpdateStatistics()
     later = replace(inputs([-3.0], [-1.5], [1.0]), old_logprobs_T=torch.tensor([-1.0]))
     statistics.add(later, output([0.0], [1.0]), 0.0, processed=1)
-    assert statistics.metrics()["mismatch/mean_abs_dlogp"] == pytest.approx(0.5)
+    assert combine(statistics.pieces())["mismatch/mean_abs_dlogp"] == pytest.approx(0.5)
 
 
 def test_without_tokens_there_are_only_counts():
-    assert UpdateStatistics().metrics() == {
+    assert combine(UpdateStatistics().pieces()) == {
         "batch/tokens_trained": 0.0,
         "batch/tokens_processed": 0.0,
         "batch/microbatches": 0.0,
