@@ -12,6 +12,8 @@ from lockstep.evaluation.records import read_brief
 from lockstep.evaluation.table import estimate_line
 from lockstep.export.prompt import asking_code, kind_of_load, prompt_section
 from lockstep.export.verify import Verified
+from lockstep.models import resolve
+from lockstep.models.resolve import Source as From
 from lockstep.scoring.targets import Target
 from lockstep.track.rundir import RunDirectory, ancestors
 
@@ -60,7 +62,7 @@ def model_card(
 ) -> str:
     """Return the README.md of the folder."""
     sections = [
-        _front(source, kind),
+        _front(source, kind, hub=resolve(target.recipe.model).source is From.HUB),
         f"# {target.run.name if target.run else Path(target.label).name}",
         *_about(source, dtype),
     ]
@@ -83,8 +85,7 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def _front(source: Source, kind: str) -> str:
-    hub = "/" in source.base and not source.base.startswith((".", "/", "~"))
+def _front(source: Source, kind: str, *, hub: bool) -> str:
     lines = ["---", f"library_name: {LIBRARIES[kind]}"]
     lines += [f"base_model: {source.base}"] if hub else []
     return "\n".join([*lines, "pipeline_tag: text-generation", "tags: [lockstep]", "---"])

@@ -63,6 +63,18 @@ def exported(run: RunDirectory, out: Path, *, step: int = 2, adapter: bool = Fal
     return export(target, out, adapter=adapter, shard_bytes=shard, check=check.answer)
 
 
+def test_a_folder_here_is_no_base_on_the_hub(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model_dir, "my/model")
+    run = trained(tmp_path, Path("my/model"), NO_EVAL, "steps=1")
+    exported(run, tmp_path / "out", step=1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- **Base**: my/model" in card
+    assert "base_model" not in card
+
+
 def test_a_merged_run_in_a_fresh_process(lora: RunDirectory, model: Path, tmp_path: Path) -> None:
     done = export(find_target(str(lora.path), step=2), tmp_path / "out", check=in_fresh_process)
     verified = done.verified
