@@ -224,7 +224,7 @@ def outcome_of(output: str, result: str) -> Outcome:
     """Read a program's output: all of it is the answer, or its last line is a JSON object with reward, answer and metrics."""
     if result == "answer":
         return Outcome(output.strip())
-    last = (output.strip().splitlines() or [""])[-1]
+    last = re.split(r"[\r\n]", output.strip())[-1]  # splitlines would cut inside of JSON, at U+2028 for example
     try:
         found = json.loads(last)
         reward = float(found["reward"])
@@ -234,7 +234,8 @@ def outcome_of(output: str, result: str) -> Outcome:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         why = f'its last line is not {{"reward": number, …}}: {last[:100]!r} ({type(error).__name__})'
         return Outcome(fault=Fault("error", why))
-    return Outcome(str(found.get("answer", "")), reward, metrics)
+    answer = found.get("answer")
+    return Outcome("" if answer is None else str(answer), reward, metrics)
 
 
 def _whole(command: Sequence[str]) -> list[str]:

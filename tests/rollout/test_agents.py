@@ -88,6 +88,12 @@ def test_a_last_line_without_a_reward_is_said(line: str) -> None:
     assert fault.why.startswith("its last line is not")
 
 
+@pytest.mark.parametrize(("answer", "text"), [('"two\u2028lines\x85"', "two\u2028lines\x85"), ("null", ""), ("0", "0")])
+def test_a_last_line_has_an_answer_of_any_text_or_none(answer: str, text: str) -> None:
+    found = outcome_of(f'1 %\r2 %\r{{"reward": 1, "answer": {answer}}}\r\n', "reward")
+    assert (found.fault, found.text) == (None, text)
+
+
 def test_a_program_reads_a_reply_while_it_is_sampled(tmp_path: Path, tiny_model_dir: Path) -> None:
     task = built(tmp_path, "stream", result="reward", seconds=60)
     (one,) = played(task, tiny_model_dir)["stream"]
