@@ -69,9 +69,12 @@ class GymText:
             text = reply.strip()
             return (text, text) if space.contains(text) else (None, "")
         if self._actions:
-            places = [(reply.lower().rfind(name.lower()), len(name), i) for i, name in enumerate(self._actions)]
-            place, _, index = max(places)
-            return (None, "") if place < 0 else (space.dtype.type(space.start + index), self._actions[index])
+            text, names = reply.lower(), [name.lower() for name in self._actions]
+            found = [(text.rfind(name) + len(name), len(name), i) for i, name in enumerate(names) if name in text]
+            if not found:
+                return None, ""
+            index = max(found)[2]  # where names end alike the longest is meant: northeast, not east
+            return space.dtype.type(space.start + index), self._actions[index]
         numbers = _NUMBER.findall(reply)
         number = int(numbers[-1]) if numbers else None
         inside = number is not None and int(space.start) <= number < int(space.start + space.n)

@@ -28,3 +28,12 @@ class Picture(Echo):
 
 class Motor(Echo):
     action_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+
+class Compass(Echo):
+    """Ends with the action that was taken as its reward."""
+
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def step(self, action):
+        return "again", float(action), True, False, {}

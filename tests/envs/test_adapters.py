@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import schema
+from lockstep.envs.gym_text import gym_maker
 from lockstep.envs.runners import Fault, Runner
 from lockstep.errors import TaskError
 from lockstep.tasks.build import build_task
@@ -62,6 +63,17 @@ def test_frozen_lake_is_played_by_words() -> None:
     assert bad.observation[0]["content"] == "That is no action. Actions: left, down, right, up."
     assert (last.done, last.reward, last.metrics["correct"], last.extracted) == (True, 1.0, 1.0, "right")
     assert {p.id for p in task.batch(0, 4)}.isdisjoint(p.id for p in task.heldout("id_probe", 4))
+
+
+@pytest.mark.parametrize(
+    ("reply", "action"), [("I go northeast.", 2), ("north, then east", 1), ("Northeast? No: east", 1), ("north", 0)]
+)
+def test_the_last_named_action_counts_also_where_one_name_ends_another(reply: str, action: int) -> None:
+    names = ["north", "east", "northeast", "stay"]
+    env = gym_maker(schema.GymnasiumTask(env=f"{GYM}:Compass", actions=names))()
+    env.start(0)
+    said = env.step(reply)
+    assert (said.reward, said.extracted) == (action, names[action])
 
 
 def test_an_environment_of_text_is_played_as_it_is() -> None:
