@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from lockstep.codec import strict_json
 from lockstep.config import tools as schema
@@ -96,8 +96,15 @@ def build_tool(settings: schema.Tool) -> Tool:
         function = found
     summary, described = _docstring(function)
     if settings.parameters is None:
-        model = _model_of(function, described, settings.path)
-        parameters, check = model.model_json_schema(), _by_model(model)
+        try:
+            model = _model_of(function, described, settings.path)
+            parameters, check = model.model_json_schema(), _by_model(model)
+        except PydanticUserError as error:
+            raise TaskError(
+                f"no JSON schema can be made of the tool's parameters: {str(error).splitlines()[0]}",
+                where=settings.path,
+                fix="annotate them with types of JSON, under names without a leading _; or set the tool's `parameters`",
+            ) from error
         parameters.pop("title", None)
     else:
         parameters, check = settings.parameters, _by_schema(settings.parameters, settings.path)

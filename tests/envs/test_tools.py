@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,18 @@ def test_tools_that_cannot_be_used_are_refused() -> None:
             build_tools([schema.Tool(path=path)])
     with pytest.raises(TaskError, match="two tools"):
         build_tools([schema.Tool(path="calculator"), schema.Tool(path="calculator")])
+
+
+@pytest.mark.parametrize("parameter", ["order: Order", "_order: str", "order: Callable[[int], int]"])
+def test_a_parameter_without_a_json_schema_is_named_with_the_remedy(tmp_path: Path, parameter: str) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"from collections.abc import Callable\nclass Order: pass\ndef buy({parameter}) -> str: return ''\n")
+    with pytest.raises(TaskError, match="no JSON schema can be made") as error:
+        build_tools([schema.Tool(path=f"{own}:buy")])
+    assert error.value.where == f"{own}:buy"
+    if parameter[0] != "_":
+        parameters = {"type": "object", "properties": {"order": {}}}
+        assert build_tools([schema.Tool(path=f"{own}:buy", parameters=parameters)])
 
 
 def test_an_episode_with_tools() -> None:
