@@ -194,14 +194,16 @@ def judge_memory(total: float, free: float) -> Check:
 
 
 def memory_limit(root: Path) -> tuple[float | None, float]:
-    """Bytes that a control group allows, and those it has used; None without a limit."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    """Bytes that a control group allows, and those it has used beside cached files, which give way; None without a limit."""
+    for folder, limit, used, total in (
+        (root, "memory.max", "memory.current", ""),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        text = _read(root / limit)
+        text = _read(folder / limit)
         if text.isdecimal():
-            return float(text), float(_read(root / used) or 0)
+            facts = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
+            cached = sum(float(facts.get(f"{total}{name}_file", 0)) for name in ("active", "inactive"))
+            return float(text), max(0.0, float(_read(folder / used) or 0) - cached)
     return None, 0.0
 
 

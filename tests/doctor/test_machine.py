@@ -109,6 +109,13 @@ def test_a_control_group_counts_for_cores_and_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("4096\n")
     (tmp_path / "memory.current").write_text("1024\n")
     assert machine.memory_limit(tmp_path) == (4096.0, 1024.0)
+    (tmp_path / "memory.stat").write_text("anon 700\nfile 300\nactive_file 100\ninactive_file 200\n")
+    assert machine.memory_limit(tmp_path) == (4096.0, 724.0)  # cached files make room
+    (old / "memory").mkdir()
+    (old / "memory/memory.limit_in_bytes").write_text("4096\n")
+    (old / "memory/memory.usage_in_bytes").write_text("1024\n")
+    (old / "memory/memory.stat").write_text("active_file 1\ntotal_active_file 100\ntotal_inactive_file 200\n")
+    assert machine.memory_limit(old) == (4096.0, 724.0)
 
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
