@@ -18,6 +18,7 @@ from lockstep.config.schema import (
     Section,
     TextArenaTask,
 )
+from lockstep.config.tools import McpServer
 from lockstep.doctor.check import Check
 from lockstep.doctor.gpu import broken_import
 from lockstep.errors import ModelError
@@ -47,6 +48,7 @@ SECTION_NEEDS: dict[type[Section], tuple[str, str]] = {
     OpenEnvTask: ("websockets", "openenv"),
     OpenSpielTask: ("pyspiel", "envs"),
     MathVerifier: ("math_verify", "math"),
+    McpServer: ("mcp", "mcp"),
 }
 """Module and extra of settings that need one, wherever in a recipe they stand."""
 
@@ -55,14 +57,15 @@ def needs(recipe: Recipe) -> list[Need]:
     """Return the extras' packages that the recipe names, each once."""
     found = [Need("vllm", "vllm", "rollout.engine=vllm")] if recipe.rollout.engine == "vllm" else []
     found += [
-        Need(sink.name, "trackers", "track.sinks")
+        Need(sink.name, "swanlab" if sink.name == "swanlab" else "trackers", "track.sinks")
         for sink in recipe.track.sinks
-        if sink.mode != "off" and sink.name in ("wandb", "trackio", "tensorboard", "mlflow")
+        if sink.mode != "off" and sink.name in ("wandb", "trackio", "tensorboard", "mlflow", "swanlab")
     ]
     for section in sections(recipe.task):
         if type(section) in SECTION_NEEDS:
             module, extra = SECTION_NEEDS[type(section)]
-            found.append(Need(module, extra, f"kind={getattr(section, 'kind', '')}"))
+            kind = getattr(section, "kind", "")
+            found.append(Need(module, extra, f"kind={kind}" if kind else "task.tools"))
     return list({need.module: need for need in found}.values())
 
 
