@@ -106,7 +106,7 @@ def _label(task: Task) -> str:
         case PythonTask():
             return "own"
         case ToolTask() | AgentTask():
-            return f"{_label(task.questions)}+{_changed(task, 'questions')}"
+            return f"{_label(task.questions)}+{_changed(task, 'questions', 'running')}"
         case MixedTask():
             return "mixed(" + ",".join(f"{name}={_label(share.task)}" for name, share in task.tasks.items()) + ")"
         case EnvTask():

@@ -117,7 +117,9 @@ def test_the_extras_that_a_recipe_needs() -> None:
     assert [(need.module, need.extra) for need in needs(mixed)] == [
         ("vllm", "vllm"), ("wandb", "trackers"), ("tensorboard", "trackers"), ("textarena", "envs"), ("math_verify", "math"),
     ]  # fmt: skip
-    tools = load(["smoke", "track.sinks=swanlab", "task={kind: tools, tools: [{path: calculator}, {mcp: python shop.py}]}"])
+    tools = load(
+        ["smoke", "track.sinks=swanlab", "task={kind: tools, tools: [{path: calculator}, {mcp: python shop.py}]}"]
+    )
     assert [(need.module, need.extra, need.why) for need in needs(tools)] == [
         ("swanlab", "swanlab", "track.sinks"), ("mcp", "mcp", "task.tools"),
     ]  # fmt: skip

@@ -121,3 +121,6 @@ def test_verifier_labels_show_what_differs_from_the_default() -> None:
     own = {"kind": "file", "data": "a.jsonl", "verifier": {"kind": "python", "path": "v.py:grade"}}
     assert verifier_label(recipe(task=own)) == "python(path=v.py:grade)"
     assert verifier_label(recipe(task={"kind": "python", "path": "t.py:Task"})) == "own"
+    agent = {"kind": "agent", "command": "python a.py", "running": 4}
+    # How many run at a time changes no reply.
+    assert verifier_label(recipe(task=agent)) == "numeric+agent(command=python a.py)"
