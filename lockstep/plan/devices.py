@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from itertools import takewhile
 
 from lockstep.config.schema import Local, Recipe
 from lockstep.errors import ConfigError, MachineError
@@ -27,9 +28,9 @@ def gpus_here() -> list[str]:
     names = dict(line.split(", ", 1) for line in done.stdout.splitlines()) if not done.returncode else {}
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = [word.strip() for word in (chosen or "").split(",")]
-    if chosen is None or not all(word.isdecimal() for word in words if word):
+    if chosen is None or not all(word.lstrip("-").isdecimal() for word in words if word):
         return list(names.values())  # all, or named by what nvidia-smi -L prints
-    return [names[word] for word in words if word in names]
+    return [names[word] for word in takewhile(names.__contains__, words)]  # as CUDA, up to one that is none, such as -1
 
 
 def device_table(recipe: Recipe, here: list[str]) -> list[str]:

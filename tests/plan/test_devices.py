@@ -56,6 +56,23 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused_with_a_table(tiny_
     require_devices(recipe(tiny_model_dir, SPLIT, "device=cpu"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [(None, "AB"), ("1", "B"), ("1,0", "BA"), ("", ""), ("-1", ""), ("0,-1,1", "A"), ("7,0", ""), ("GPU-8f3a", "AB")],
+)
+def test_the_gpus_are_those_that_cuda_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, found: str
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 0, A\necho 1, B\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert devices.gpus_here() == [*found]
+
+
 def test_masters_and_moments_are_shared_out_and_weights_are_whole(tiny_model_dir: Path) -> None:
     alone = terms(phases(tiny_model_dir, "adapter.kind=none")["train"])
     four = terms(phases(tiny_model_dir, "adapter.kind=none", "placement={kind: colocated, gpus: 4}")["train"])
