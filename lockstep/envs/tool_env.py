@@ -35,7 +35,7 @@ def explained(tools: Mapping[str, Tool]) -> str:
     """Return the tools in words, for a model without tool calls."""
     lines = []
     for tool in tools.values():
-        settings = tool.parameters.get("properties", {})
+        settings = tool.properties
         names = ", ".join(
             f"{name}: {one['type']}" if isinstance(one.get("type"), str) else name for name, one in settings.items()
         )

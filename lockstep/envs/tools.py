@@ -41,6 +41,12 @@ class Tool:
     check: Check
 
     @property
+    def properties(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the arguments by name; {} for one that is true or false, as JSON Schema allows."""
+        found = self.parameters.get("properties", {})
+        return {name: one if isinstance(one, dict) else {} for name, one in found.items()}
+
+    @property
     def schema(self) -> dict[str, Any]:
         """Schema in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
@@ -133,14 +139,14 @@ def _by_name(tool: Tool, arguments: Mapping[str, object] | str) -> Mapping[str, 
     """Return arguments of a plain call by name: an object, name=value pairs, the only argument as it is, or a list in order."""
     if not isinstance(arguments, str):
         return arguments
-    names = list(tool.parameters.get("properties", {}))
+    names = list(tool.properties)
     if not arguments:
         return {}
     if (named := _named(arguments)) is not None and named.keys() <= set(names):
         return named
     if len(names) == 1:
         text = arguments.partition("=")[2] if re.match(rf"{re.escape(names[0])}\s*=", arguments) else arguments
-        return {names[0]: _value(text.strip(), as_text=tool.parameters["properties"][names[0]].get("type") == "string")}
+        return {names[0]: _value(text.strip(), as_text=tool.properties[names[0]].get("type") == "string")}
     try:
         values = json.loads(f"[{arguments}]")
     except (json.JSONDecodeError, RecursionError):

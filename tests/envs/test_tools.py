@@ -99,6 +99,13 @@ def test_a_parameter_without_a_json_schema_is_named_with_the_remedy(tmp_path: Pa
         assert build_tools([schema.Tool(path=f"{own}:buy", parameters=parameters)])
 
 
+def test_an_argument_of_any_kind_may_have_true_as_its_schema() -> None:
+    parameters = {"type": "object", "properties": {"key": True}}
+    tools = build_tools([schema.Tool(path=f"{OWN}:look_up", parameters=parameters)])
+    assert explained(tools).endswith("look_up(key): Looks a key up.")
+    assert run_call(tools, Call("look_up", "ab")).text == "AB"
+
+
 def test_an_episode_with_tools() -> None:
     env = ToolEnv(TOOLS, "hermes")
     turn = env.step('<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call><tool_call>x')
