@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from lockstep.algorithms.build import Objective
@@ -13,6 +12,7 @@ from lockstep.config.schema import Recipe
 from lockstep.device import GpuPeak, choose_device, gpu_memory
 from lockstep.errors import ModelError
 from lockstep.learner.execution import Execution
+from lockstep.memory import main_memory
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.choice import MemoryPlan, compared, memory_lines, plan_memory
 from lockstep.plan.memory_inputs import GIB
@@ -45,7 +45,7 @@ def plan_run(
         available_bytes(device) if available is None else available,
         prompt_tokens=longest_prompt(resolved, recipe, task),
         passes=objective.extra_passes,
-        host=float(psutil.virtual_memory().available),
+        host=main_memory().free,
     )
     for line in memory_lines(plan):
         say(line)
@@ -74,7 +74,7 @@ def rows_of_engine(recipe: Recipe, device: str, plan: MemoryPlan | None) -> int:
 def available_bytes(device: torch.device) -> float:
     """Return the bytes available to this process: free memory, and on a GPU also the memory that torch holds already."""
     if device.type != "cuda":
-        return float(psutil.virtual_memory().available)
+        return main_memory().free
     free, _, kept = gpu_memory(device)
     return free + kept
 

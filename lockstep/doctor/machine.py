@@ -18,12 +18,12 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 from packaging.requirements import Requirement
 
 import lockstep
 from lockstep.doctor.check import Check, Checking
 from lockstep.doctor.imports import PIP, version_of
+from lockstep.memory import main_memory, read_group
 from lockstep.models.cache import cache_root
 
 GIB = 2**30
@@ -168,21 +168,16 @@ def usable_cores() -> int:
 
 def cpu_quota(root: Path) -> float | None:
     """Cores' worth of time that a control group allows, by version 2 or 1; None if it sets no limit."""
-    words = _read(root / "cpu.max").split()
+    words = read_group(root / "cpu.max").split()
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
-    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
+    quota, period = read_group(root / "cpu/cpu.cfs_quota_us"), read_group(root / "cpu/cpu.cfs_period_us")
     return int(quota) / int(period) if quota and period and int(quota) > 0 else None
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 def check_memory() -> Check:
-    memory = psutil.virtual_memory()
-    limit, used = memory_limit(Path("/sys/fs/cgroup"))
-    total, free = float(memory.total), float(memory.available)
-    if limit is not None and limit < total:
-        total, free = limit, min(free, limit - used)
-    return judge_memory(total, free)
+    return judge_memory(*main_memory())
 
 
 def judge_memory(total: float, free: float) -> Check:
@@ -191,20 +186,6 @@ def judge_memory(total: float, free: float) -> Check:
     if free < GIB:
         return Check("memory", "fail", found, fix)
     return Check("memory", "warn" if free < 4 * GIB else "ok", found, fix if free < 4 * GIB else "")
-
-
-def memory_limit(root: Path) -> tuple[float | None, float]:
-    """Bytes that a control group allows, and those it has used beside cached files, which give way; None without a limit."""
-    for folder, limit, used, total in (
-        (root, "memory.max", "memory.current", ""),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        text = _read(folder / limit)
-        if text.isdecimal():
-            facts = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
-            cached = sum(float(facts.get(f"{total}{name}_file", 0)) for name in ("active", "inactive"))
-            return float(text), max(0.0, float(_read(folder / used) or 0) - cached)
-    return None, 0.0
 
 
 def check_shared_memory(needed: bool = False) -> Check:
@@ -376,10 +357,3 @@ def check_loopback() -> Check:
         )
     verdict = "ok" if answered else "fail"
     return Check("loopback", verdict, "127.0.0.1 answers" if answered else "127.0.0.1 loses bytes")  # type: ignore[arg-type]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # this system has no such control group
-        return ""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from lockstep.algorithms.build import Objective, build_objective
 from lockstep.config.schema import Local, Model, Recipe, Sft
 from lockstep.errors import DoesNotFitError, ModelError
+from lockstep.memory import main_memory
 from lockstep.models.builtin import BUILTINS, builtin_place
 from lockstep.models.resolve import HUB_ID, hub_config
 from lockstep.plan.choice import MemoryPlan, memory_lines, plan_memory
@@ -60,7 +59,7 @@ class Preview:
             available, total = available / recipe.workers, total / recipe.workers
         disk = forecast(recipe, shape, device, folder)
         disks = [] if disk is None else shares(disk, Path(recipe.runs_dir), recipe.paths.disk(recipe.runs_dir))
-        host = float(psutil.virtual_memory().available) if gpu_gib is None else None
+        host = main_memory().free if gpu_gib is None else None
         return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, disks, host)
 
     def memory(self) -> MemoryPlan:
@@ -235,5 +234,5 @@ def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Litera
     if recipe.device != "cpu" and has_gpu():
         free, total, _ = gpu_memory()
         return "cuda", free, total, gpus()[0].name
-    memory = psutil.virtual_memory()
-    return "cpu", float(memory.available), float(memory.total), "this machine's CPU"
+    memory = main_memory()
+    return "cpu", memory.free, memory.total, "this machine's CPU"

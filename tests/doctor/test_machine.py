@@ -90,7 +90,7 @@ def test_packages_are_held_against_the_declared_ranges_all_at_once() -> None:
     assert "'vllm>=0.24' 'math-verify[antlr4_13_2]<1,>=0.9'" in extras.fix
 
 
-def test_a_control_group_counts_for_cores_and_memory(tmp_path: Path) -> None:
+def test_a_control_group_counts_for_cores(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.cpu_quota(tmp_path) is None
@@ -103,19 +103,6 @@ def test_a_control_group_counts_for_cores_and_memory(tmp_path: Path) -> None:
     assert machine.cpu_quota(old) is None
     (old / "cpu/cpu.cfs_quota_us").write_text("400000\n")
     assert machine.cpu_quota(old) == 4
-    assert machine.memory_limit(tmp_path) == (None, 0.0)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.memory_limit(tmp_path) == (None, 0.0)
-    (tmp_path / "memory.max").write_text("4096\n")
-    (tmp_path / "memory.current").write_text("1024\n")
-    assert machine.memory_limit(tmp_path) == (4096.0, 1024.0)
-    (tmp_path / "memory.stat").write_text("anon 700\nfile 300\nactive_file 100\ninactive_file 200\n")
-    assert machine.memory_limit(tmp_path) == (4096.0, 724.0)  # cached files make room
-    (old / "memory").mkdir()
-    (old / "memory/memory.limit_in_bytes").write_text("4096\n")
-    (old / "memory/memory.usage_in_bytes").write_text("1024\n")
-    (old / "memory/memory.stat").write_text("active_file 1\ntotal_active_file 100\ntotal_inactive_file 200\n")
-    assert machine.memory_limit(old) == (4096.0, 724.0)
 
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from lockstep.errors import EngineError
+from lockstep.memory import main_memory
 from lockstep.rollout.paged.state import PAGE, Rows
 from lockstep.types import FinishReason, Request, TokenIds
 
@@ -88,7 +88,7 @@ def room_of(queue: Collection[Request], slots: int) -> Room:
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is free for keys and values."""
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available) // 2
+        return int(main_memory().free) // 2
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + kept)
