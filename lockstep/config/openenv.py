@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import Json, Section
+from lockstep.config.section import Command, Json, Section
 from lockstep.config.tools import Turns
 
 
@@ -17,7 +16,7 @@ class OpenEnvTask(Section):
     kind: Literal["openenv"] = "openenv"
     url: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$")
     """Address of a server that runs already. Example: http://127.0.0.1:8000"""
-    command: str | None = Field(default=None, min_length=1)
+    command: Command | None = None
     """Or the command of a server that the run starts and ends; {port} stands for a free port of this machine, which is in $PORT
     too. From this process it gets PATH, HOME and the language alone. Example: hub/bin/python server.py --port {port}"""
     env: dict[str, str] = Field(default_factory=dict)
@@ -48,8 +47,6 @@ class OpenEnvTask(Section):
             raise ValueError("set one of url and command: the server that has the environment")
         if self.command is None and self.env:
             raise ValueError("env applies to command only: the server at url has its own environment variables")
-        if self.command is not None and not shlex.split(self.command):
-            raise ValueError("command is empty: set the program that starts the server")
         if "seed" in self.reset:
             raise ValueError("reset gets the seed of each episode: leave it out")
         return self

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import os
+import shlex
 import sys
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -20,6 +21,20 @@ CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$")]
 """A function or class in a file of the user's: file.py:NAME."""
 Place: TypeAlias = Annotated[str, AfterValidator(os.path.expanduser)]
 """A folder; ~ at its beginning is that of the user."""
+
+
+def _command(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"the command cannot be read as a shell reads it: {error}") from error
+    if not words:
+        raise ValueError("the command is empty: name a program")
+    return text
+
+
+Command: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_command)]
+"""A program and its arguments, quoted as for a shell."""
 
 
 def _add_meanings(schema: dict[str, Any], section: type[BaseModel]) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.data import Data
 from lockstep.config.openenv import OpenEnvTask
-from lockstep.config.section import CodePath, Json, Section
+from lockstep.config.section import CodePath, Command, Json, Section
 from lockstep.config.spiel import OpenSpielTask
 from lockstep.config.tools import AnyTool, Tool, Turns
 from lockstep.config.verifier import NumericVerifier, OwnGrading, Verifier
@@ -95,7 +95,7 @@ class AgentTask(Section):
     kind: Literal["agent"] = "agent"
     questions: Questions = ReasoningGymTask()
     """Its questions, and the verifier that grades its final answer."""
-    command: str = Field(min_length=1)
+    command: Command
     """The program and its arguments; {question} stands for the question's text. It gets the question as JSON on standard input
     and in the file $LOCKSTEP_TASK; OPENAI_BASE_URL, ANTHROPIC_BASE_URL … name the endpoint. Example: python agent.py"""
     result: Literal["answer", "reward"] = "answer"

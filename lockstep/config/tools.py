@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from lockstep.config.section import Json, Section
+from lockstep.config.section import Command, Json, Section
 
 
 class Turns(Section):
@@ -43,7 +43,7 @@ class Tool(Section):
 class McpServer(Section):
     """The tools of an MCP server. Needs pip install 'lockstep-rl[mcp]'."""
 
-    mcp: str = Field(min_length=1)
+    mcp: Command
     """Its command, which speaks MCP on standard input and output; or the http address of one that runs on this machine. A command
     is started for each episode that calls it. Example: python shop_server.py"""
     only: list[str] | None = None

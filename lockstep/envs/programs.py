@@ -240,8 +240,6 @@ def outcome_of(output: str, result: str) -> Outcome:
 
 def _whole(command: Sequence[str]) -> list[str]:
     """Return a command that works in any folder: names of files that are here become whole paths. Raises TaskError."""
-    if not command:
-        raise TaskError("the command is empty", where="task.command", fix="give the program to run for each episode")
     if shutil.which(command[0]) is None:
         raise TaskError(
             f"there is no program {command[0]}", where="task.command", fix="correct the command, or install the program"

@@ -211,6 +211,21 @@ def test_algorithms_that_compare_no_samples_take_one(kind: str) -> None:
     assert load([f"algorithm.kind={kind}", "samples_per_prompt=1"]).samples_per_prompt == 1
 
 
+@pytest.mark.parametrize(
+    ("task", "setting"),
+    [
+        ("task={{kind: agent, command: {}}}", "task.command"),
+        ("task={{kind: openenv, command: {}}}", "task.command"),
+        ("task={{kind: tools, tools: [{{mcp: {}}}]}}", "task.tools.0.mcp"),
+    ],
+)
+def test_a_command_is_one_that_a_shell_could_read(task: str, setting: str) -> None:
+    for command, why in (('"a \'b"', "as a shell reads it: No closing quotation"), ('" "', "empty: name a program")):
+        (line,) = mistakes(task.format(command))
+        assert line.startswith(f"{setting}: the command ")
+        assert line.endswith(why)
+
+
 def test_paths_have_no_variant_tags_even_if_a_key_is_called_like_one() -> None:
     lines = mistakes("adapter={kind: lora, lora: {rank: 3}, rank: -1, targets: [a, 3]}")
     assert [line.partition("=")[0] for line in lines] == ["adapter.targets.1", "adapter.rank", "adapter.lora"]
