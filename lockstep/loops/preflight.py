@@ -16,6 +16,7 @@ from lockstep.config.schema import Recipe
 from lockstep.device import choose_device
 from lockstep.doctor.check import Check
 from lockstep.errors import LockstepError
+from lockstep.evaluation.lm_eval import task_file
 from lockstep.evaluation.plan import eval_plan
 from lockstep.evaluation.runner import heldout_items
 from lockstep.loops.checks import check_purity
@@ -55,6 +56,7 @@ def preflight(recipe: Recipe) -> Ready:
     choose_device(recipe.device)
     build_objective(recipe)  # it tries a user's own loss and estimator
     load_callbacks(recipe.health.callbacks)
+    ready_lm_eval(recipe)
     folder = resolve(recipe.model).path
     material = read_material(recipe) if recipe.sft is not None else None
     task, notes = ready_task(recipe)
@@ -82,6 +84,11 @@ def ready_items(recipe: Recipe, task: BuiltTask) -> list[Prompt]:
         return []
     plans = [eval_plan(recipe, "fp32", chosen=chosen) for chosen in recipe.eval.sets]
     return [prompt for plan in plans for prompt in heldout_items(task, plan)]
+
+
+def ready_lm_eval(recipe: Recipe) -> str:
+    """Return the files of lm-eval's tasks. Raises MachineError without lm-eval, EvaluationError without a file."""
+    return ", ".join(str(task_file(asked)) for asked in (recipe.eval.lm_eval if recipe.eval.enabled else ()))
 
 
 def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: Path) -> list[Prompt]:
@@ -117,6 +124,8 @@ def start_checks(recipe: Recipe) -> list[Check]:
     found.append(_tried("objective", lambda: build_objective(recipe), "loss and advantages can be computed"))
     if called := recipe.health.callbacks:
         found.append(_tried("callbacks", lambda: load_callbacks(called), ", ".join(one.path for one in called)))
+    if recipe.eval.lm_eval:
+        found.append(_tried("lm_eval", lambda: ready_lm_eval(recipe)))
     rows: list[Material] = []
     if recipe.sft is not None:
         found.append(_tried("rows", lambda: _rows(recipe, rows)))

@@ -21,7 +21,6 @@ from lockstep.data.questions import data_hash
 from lockstep.doctor.check import Check
 from lockstep.doctor.run import require_machine
 from lockstep.errors import CheckpointError, HealthStop, LockstepError, StorageError, WorkerLost
-from lockstep.evaluation.lm_eval import task_file
 from lockstep.evaluation.plan import plan_lines
 from lockstep.health.rules import health_lines
 from lockstep.loops import sft
@@ -53,8 +52,6 @@ def start_run(recipe: Recipe) -> RunDirectory:
 
 def _start(recipe: Recipe) -> RunDirectory:
     check_installed(recipe.track)
-    for asked in recipe.eval.lm_eval if recipe.eval.enabled else ():
-        task_file(asked)
     warned = require_machine(recipe)
     allowed = [refusal.line for refusal in require_allowed(recipe)]
     refuse_taken(Path(recipe.runs_dir) / recipe.name, recipe.paths.checkpoints)

@@ -85,6 +85,7 @@ def test_what_fails_is_said_all_at_once_and_ends_with_1(
         ("rl", "algorithm.loss={own}:loss", "objective"),
         ("rl", "algorithm.advantage={{kind: python, path: {own}:advantages}}", "objective"),
         ("rl", "health.callbacks=[{{path: {own}:nothing}}]", "callbacks"),
+        ("rl", "eval.lm_eval=[{{name: arc, path: {folder}/no.yaml}}]", "lm_eval"),
         ("sft", "sft={{data: {{source: {folder}/sums.jsonl}}, validation_rows: 0}}", "evaluation"),
     ],
 )
