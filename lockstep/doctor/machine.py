@@ -25,6 +25,7 @@ from lockstep.doctor.check import Check, Checking
 from lockstep.doctor.imports import PIP, version_of
 from lockstep.memory import main_memory, read_group
 from lockstep.models.cache import cache_root
+from lockstep.track.files import existing
 
 GIB = 2**30
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -267,14 +268,6 @@ def writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def existing(folder: Path) -> Path:
-    """Return the folder itself, or the nearest one above that is there."""
-    place = folder.absolute()
-    while not place.is_dir():
-        place = place.parent
-    return place
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from lockstep.checkpoint.state import save_state
 from lockstep.cluster.build import place_parts
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpus, wait
-from lockstep.doctor.machine import existing
 from lockstep.errors import ConfigError
 from lockstep.evaluation.plan import evaluation_steps, replies_in_all
 from lockstep.loops.preflight import ready_items
@@ -42,7 +41,7 @@ from lockstep.plan.disk import saves
 from lockstep.run.logger import Clock
 from lockstep.run.state import checkpoint_of
 from lockstep.track.facts import cpu_facts
-from lockstep.track.files import write_atomic
+from lockstep.track.files import existing, write_atomic
 from lockstep.types import Group, Prompt, Proof
 
 BUDGET = 15.0

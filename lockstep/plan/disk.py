@@ -19,6 +19,7 @@ from lockstep.errors import DoesNotFitError
 from lockstep.evaluation.plan import replies_in_all
 from lockstep.plan.memory_inputs import adapter_size, critic_parameters, element_bytes, state_bytes, targeted
 from lockstep.plan.shapes import ModelShape
+from lockstep.track.files import existing
 
 FP32 = 4
 TENSOR_HEADER = 110
@@ -163,7 +164,7 @@ class Share:
 def shares(plan: DiskPlan, run: Path, checkpoints: Path) -> list[Share]:
     """Divide a plan between the disks of a run and of its checkpoints; the folders need not exist."""
     saved = plan.kept * plan.checkpoint
-    if _existing(run).stat().st_dev == _existing(checkpoints).stat().st_dev:
+    if existing(run).stat().st_dev == existing(checkpoints).stat().st_dev:
         return [Share((run, checkpoints), plan.total, free_bytes(run))]
     return [
         Share((run,), plan.total - saved, free_bytes(run)),
@@ -185,12 +186,7 @@ def disk_lines(plan: DiskPlan, disks: Sequence[Share]) -> list[str]:
 
 def free_bytes(folder: Path) -> float:
     """Return the free bytes of the disk that `folder` will be on; it need not exist."""
-    return float(shutil.disk_usage(_existing(folder)).free)
-
-
-def _existing(folder: Path) -> Path:
-    place = folder.absolute()
-    return next(path for path in (place, *place.parents) if path.exists())
+    return float(shutil.disk_usage(existing(folder)).free)
 
 
 def require_room(plan: DiskPlan, disks: Sequence[Share]) -> None:

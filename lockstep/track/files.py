@@ -153,3 +153,9 @@ def _not_plain(path: Path) -> RunDirectoryError:
         where=str(path),
         fix="replace it by the file itself, or remove it; to keep runs on another disk, set runs_dir",
     )
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder itself, or the nearest one above that is there."""
+    place = folder.absolute()
+    return next(one for one in (place, *place.parents) if one.is_dir())
