@@ -30,6 +30,9 @@ FEWSHOT_SEED = 1234
 """lm-eval's own default, by which it draws few-shot examples."""
 REPLY_TOKENS = 256
 """lm-eval's own default of a generated reply."""
+READ = frozenset({"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"})
+"""Settings of a generated reply that are followed; others are refused unless they ask for nothing, as those of IDLE do."""
+IDLE = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "min_p": 0, "use_cache": True}
 LISTED = "loglikelihood", "multiple_choice", "generate_until"
 """Kinds of tasks that can be measured; a rolling perplexity has no item that is right or wrong."""
 
@@ -84,6 +87,16 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
             f"tasks of output_type {task.OUTPUT_TYPE} cannot be evaluated",
             where=where,
             fix=f"choose a task of output_type {' or '.join(LISTED)}",
+        )
+    with _quiet():
+        given, _ = _generation(task.config.generation_kwargs if task.OUTPUT_TYPE == "generate_until" else None)
+    if unread := [
+        f"{key}: {value}" for key, value in given.items() if key not in READ and value not in (None, IDLE.get(key))
+    ]:
+        raise EvaluationError(
+            f"generation_kwargs of the task cannot be followed here: {', '.join(unread)}",
+            where=f"{where}, {path}",
+            fix=f"remove them from the YAML file; followed are {', '.join(sorted(READ))}",
         )
     metrics, filters = list(task.aggregation()), list(_filters(task))
     metric, chosen = settings.metric or metrics[0], settings.filter or filters[0]

@@ -206,6 +206,19 @@ def test_more_reply_tokens_than_the_context_has_are_refused(
         measured(session, proof, LmEvalSet(name="long", path=str(path)))
 
 
+def test_settings_of_a_reply_that_are_not_followed_are_refused(
+    tasks: dict[str, Path], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    settings = recipe(tmp_path, tiny_model_dir)
+    chat = ChatFormat(load_tokenizer(resolve(settings.model)), settings.chat, None)
+    path, text = tmp_path / "reply.yaml", tasks["reply"].read_text()
+    path.write_text(text.replace("do_sample: false", "do_sample: false, num_beams: 4, repetition_penalty: 1.3"))
+    with pytest.raises(EvaluationError, match=r"cannot be followed here: num_beams: 4, repetition_penalty: 1\.3"):
+        load_task(LmEvalSet(name="reply", path=str(path)), chat)
+    path.write_text(text.replace("do_sample: false", "do_sample: false, num_beams: 1, use_cache: true, min_p: null"))
+    assert load_task(LmEvalSet(name="reply", path=str(path)), chat).metric
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
