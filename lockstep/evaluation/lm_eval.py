@@ -283,6 +283,12 @@ class _Model:
 
     def likelihoods(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether a greedy choice would have given it."""
+        if (longest := max((len(rest) for _, rest in pairs), default=0)) >= self._room:
+            raise EvaluationError(
+                f"an answer of {longest} tokens leaves no room for a prompt: the model's context has {self._room} tokens",
+                where="eval.lm_eval",
+                fix="leave this item out of the task's data",
+            )
         whole = [((*before, *rest)[-self._room :], len(rest)) for before, rest in pairs]
         scored = self._engine.score([ids for ids, _ in whole])
         sums = [sum(logprobs[len(logprobs) - count :]) for logprobs, (_, count) in zip(scored, whole, strict=True)]

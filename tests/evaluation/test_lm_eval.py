@@ -206,6 +206,17 @@ def test_more_reply_tokens_than_the_context_has_are_refused(
         measured(session, proof, LmEvalSet(name="long", path=str(path)))
 
 
+def test_an_answer_that_fills_the_context_is_refused(
+    session: EvalSession, proof: Proof, tasks: dict[str, Path], tmp_path: Path
+) -> None:
+    context, path, data = session.policy.context or 0, tmp_path / "wide.yaml", tmp_path / "wide.jsonl"
+    data.write_text(json.dumps({"question": "1", "choices": ["1", "2 " * context], "label": 0, "answer": "t"}) + "\n")
+    text = tasks["choice"].read_text()
+    path.write_text(text.replace(str(tasks["choice"].with_name("rows.jsonl")), str(data)))
+    with pytest.raises(EvaluationError, match="tokens leaves no room for a prompt: the model's context"):
+        measured(session, proof, LmEvalSet(name="wide", path=str(path)))
+
+
 def test_settings_of_a_reply_that_are_not_followed_are_refused(
     tasks: dict[str, Path], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
