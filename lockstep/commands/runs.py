@@ -25,12 +25,12 @@ ACTIONS = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `runs [ACTION] [RUN...]`."""
     parser = subparsers.add_parser("runs", help="list runs; note, tag, archive or clean them; show the best scores")
-    _add_options(parser)
-    parser.set_defaults(dir=Path("runs"), filter=[], all=False)
+    _add_options(parser, "filter")
+    parser.set_defaults(dir=Path("runs"), filter=[], more_filters=[], all=False)
     actions = parser.add_subparsers(dest="runs_action", metavar="ACTION")
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text)
-        _add_options(action)
+        _add_options(action, "more_filters")  # of its own: it would replace those before the action
         if name in ("tag", "untag"):
             action.add_argument("run", metavar="RUN")
             action.add_argument("tags", nargs="+", metavar="TAG")
@@ -40,12 +40,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             action.add_argument("--yes", action="store_true", help="delete; without it, only say what would be deleted")
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser, filters: str) -> None:
     """Add what may stand before and after the action; a default there would replace what was given before."""
     nothing = argparse.SUPPRESS
     parser.add_argument("--dir", type=Path, default=nothing, metavar="DIR", help="folder of the runs (default runs)")
     parser.add_argument(
         "--filter",
+        dest=filters,
         action="append",
         default=nothing,
         metavar="TEXT|a.b=v",
@@ -58,14 +59,17 @@ def run(args: argparse.Namespace) -> int:
     """Do one action. Raises RunDirectoryError for a run that is not there."""
     from lockstep.track.listing import list_runs
 
+    filters = [*args.filter, *args.more_filters]
     match args.runs_action:
-        case None | "list":
-            found = chosen(args)
-            print("\n".join([*listing(found, args.dir), *([] if found else _unset(list_runs(args.dir), args.filter))]))
-        case "best":
-            print("\n".join(best(chosen(args), args.dir)))
-        case "gc":
-            print("\n".join(collect(args.dir, really=args.yes)))
+        case None | "list" | "best" | "gc" as action:
+            every = list_runs(args.dir)
+            wanted = [one for one in every if all(matches(one, text) for text in filters)]
+            found = [one for one in wanted if args.all or not one.archived]
+            if action == "gc":
+                lines = collect(wanted, really=args.yes)
+            else:
+                lines = best(found, args.dir) if action == "best" else listing(found, args.dir)
+            print("\n".join([*lines, *([] if wanted else _unset(every, filters))]))
         case "tag" | "untag":
             _tag(_path(args, args.run), args.tags, add=args.runs_action == "tag")
         case "note":
@@ -73,14 +77,6 @@ def run(args: argparse.Namespace) -> int:
         case _:
             _archive([_path(args, name) for name in args.runs], archived=args.runs_action == "archive")
     return 0
-
-
-def chosen(args: argparse.Namespace) -> list[Listed]:
-    """Return the runs that the filters leave, newest first."""
-    from lockstep.track.listing import list_runs
-
-    found = [one for one in list_runs(args.dir) if args.all or not one.archived]
-    return [one for one in found if all(matches(one, text) for text in args.filter)]
 
 
 def matches(one: Listed, text: str) -> bool:
@@ -115,7 +111,7 @@ def setting(recipe: Mapping[str, Any], path: str) -> str | None:
         found = found.get("kind")
     if isinstance(found, bool):
         return str(found).lower()
-    return f"{found:g}" if isinstance(found, float) else None if found is None else str(found)
+    return None if found is None else str(found)
 
 
 def listing(runs: Sequence[Listed], folder: Path) -> list[str]:
@@ -155,18 +151,19 @@ def best(runs: Sequence[Listed], folder: Path) -> list[str]:
     return plain_table("", ("task", "mode", "items", "best known", "from"), rows).split("\n")
 
 
-def collect(folder: Path, *, really: bool) -> list[str]:
-    """Return what is removed, or would be."""
+def collect(runs: Sequence[Listed], *, really: bool) -> list[str]:
+    """Return what is removed of these runs, or would be."""
     from lockstep.track.listing import removable, remove
 
     lines, total = [], 0
-    for one in list(removable(folder)):
-        word = ("removed" if remove(one) else "left, a process writes there:") if really else "would remove"
-        total += one.bytes
+    for one in list(removable(runs)):
+        gone = not really or remove(one)
+        word = "would remove" if not really else "removed" if gone else "left, a process writes there:"
+        total += one.bytes if gone else 0
         lines.append(f"{word} {one.path} ({one.bytes / 2**20:,.1f} MiB): {one.why}")
     if not lines:
         return ["nothing to remove: no failed start, no archived run with several checkpoints"]
-    return [*lines, f"{total / 2**20:,.1f} MiB" + ("" if really else "; delete with lockstep runs gc --yes")]
+    return [*lines, f"{total / 2**20:,.1f} MiB" + ("" if really else "; the same command with --yes deletes it")]
 
 
 def _path(args: argparse.Namespace, name: str) -> Path:

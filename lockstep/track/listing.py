@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from lockstep.checkpoint.store import list_checkpoints
+from lockstep.config.text import value_at
 from lockstep.errors import CheckpointError, LockstepError, RunLockedError
 from lockstep.track.catalogue import accuracies
 from lockstep.track.lock import Lock
@@ -50,21 +51,21 @@ def _listed(path: Path) -> Listed:
     try:
         run = RunDirectory.open(path)
         manifest, rows, state = run.manifest(), read_metrics(run), state_of(run)
-        recipe = run.settings()
+        recipe, never = run.settings(), never_began(path)
     except LockstepError as error:
         return Listed(path, "unreadable", error.what, 0, 0, None, None, "", (), False, {})
     steps = recipe.get("steps")
-    own = (recipe.get("track") or {}).get("tags") or []
+    own = value_at(recipe, "track.tags")
     return Listed(
         path=path,
-        state="never began" if state.name != "running" and never_began(path) else state.name,
+        state="never began" if state.name != "running" and never else state.name,
         reason=state.reason,
         step=rows[-1].step if rows else 0,
         steps=steps if isinstance(steps, int) else 0,
         reward=next((row.metrics["reward/mean"] for row in reversed(rows) if "reward/mean" in row.metrics), None),
         best=_best(rows),
         began=str(manifest.get("time", "")),
-        tags=tuple(dict.fromkeys([*own, *manifest.get("tags", [])])),
+        tags=tuple(dict.fromkeys([*map(str, own if isinstance(own, list) else ()), *manifest.get("tags", [])])),
         archived=bool(manifest.get("archived")),
         recipe=recipe,
     )
@@ -94,9 +95,9 @@ class Removable:
     bytes: int
 
 
-def removable(folder: Path) -> Iterator[Removable]:
+def removable(runs: Iterable[Listed]) -> Iterator[Removable]:
     """Yield starts that failed, and the checkpoints of archived runs except their newest. Nothing of a run that goes on."""
-    for run in list_runs(folder):
+    for run in runs:
         if run.state == "never began":
             yield Removable(run.path, run.path, "stopped before its first step", _size(run.path))
         if run.archived and run.state != "running":

@@ -251,6 +251,7 @@ class _Manifest(BaseModel):
     cpu: dict[str, Any] | None = None
     gpu: list[_Gpu] | None = None
     packages: dict[str, Any] | None = None
+    tags: list[str] = []
     parent: _Parent | None = None
     fetched_from: dict[str, str] | None = None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
+from lockstep.config.text import value_at
 from lockstep.track.listing import list_runs
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
@@ -61,6 +62,13 @@ def test_filters_tags_and_the_archive_narrow_the_list(runs: Path, capsys: pytest
 
     assert names("--filter", "adapter=lora") == {"scored"}
     assert names("--filter", "finished", "--filter", "steps=3") == {"scored", "plain"}
+    assert cli.main(["runs", "--filter", "adapter=lora", "list", "--filter", "finished", "--dir", str(runs)]) == 0
+    assert "plain" not in capsys.readouterr().out  # a filter before the action counts, too
+    precise = value_at(RunDirectory.open(runs / "plain").settings(), "optimizer.lr")
+    recipe = runs / "plain" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(f"lr: {precise}", "lr: 1.2345678e-05"))
+    assert names("--filter", "optimizer.lr=1.2345678e-5") == {"plain"}
+    assert names("--filter", "optimizer.lr=1.23457e-5") == set()
     assert names("--filter", "steps=3.0e0") == names("--filter", "steps=3")
     assert "no run has a setting tag; names, states and tags" in "".join(listed(runs, capsys, "--filter", "tag=good"))
     assert "tags good, small" in listed(runs, capsys, "tag", "plain", "good", "small")[0]
@@ -73,6 +81,18 @@ def test_filters_tags_and_the_archive_narrow_the_list(runs: Path, capsys: pytest
     assert RunDirectory.open(runs / "plain").attempt == 1  # nothing else changed
     listed(runs, capsys, "unarchive", "plain")
     assert "plain" in names()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("checkpoints.json", '{"run": 1}'), ("recipe.yaml", "track: hello\n"), ("manifest.json", '"tags": 5')],
+)
+def test_a_damaged_run_hides_no_other(runs: Path, capsys: pytest.CaptureFixture[str], file: str, content: str):
+    path = runs / "plain" / file
+    if file == "manifest.json":
+        content = path.read_text().replace('"format": 1', f'"format": 1, {content}')
+    path.write_text(content)
+    assert {line.split()[0] for line in listed(runs, capsys)[2:6]} == {"begun", "broken", "plain", "scored"}
 
 
 def test_the_best_known_score_is_over_all_runs(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -90,11 +110,12 @@ def test_gc_says_what_it_would_remove_and_then_removes_it(runs: Path, capsys: py
     assert len(saved) == 3
     damaged = shutil.copytree(folder / saved[-1], folder / "step_000099")
     next(damaged.glob("*.safetensors")).write_bytes(b"cut off")
+    assert "nothing to remove" in listed(runs, capsys, "gc", "--yes", "--filter", "plain")[0]
     would = listed(runs, capsys, "gc")
     assert sum(line.startswith("would remove") for line in would) == 3
     assert (runs / "begun").exists()
     with RunDirectory.resume(runs / "scored", {}):  # a process writes there: left alone
-        listed(runs, capsys, "gc", "--yes")
+        assert listed(runs, capsys, "gc", "--yes")[-1] == "0.0 MiB"  # what is left does not count
         assert not (runs / "begun").exists()
         assert len(list(folder.iterdir())) == 4
     listed(runs, capsys, "gc", "--yes")

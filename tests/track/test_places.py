@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.checkpoint.store import save
 from lockstep.errors import CheckpointError, RunDirectoryError
-from lockstep.track.listing import annotate, removable, remove
+from lockstep.track.listing import annotate, list_runs, removable, remove
 from lockstep.track.places import RECORD, checkpoints_of, run_of
 from lockstep.track.rundir import RunDirectory
 
@@ -72,9 +72,9 @@ def test_a_copy_of_a_run_neither_writes_nor_deletes_its_checkpoints(tmp_path: Pa
         RunDirectory.resume(copy, {})
     assert f"warm_start={run}" in caught.value.fix
     annotate(copy, archived=True)
-    assert list(removable(tmp_path / "runs")) == []
+    assert list(removable(list_runs(tmp_path / "runs"))) == []
     annotate(run, archived=True)
-    assert [remove(one) for one in removable(tmp_path / "runs")] == [True, True]
+    assert [remove(one) for one in removable(list_runs(tmp_path / "runs"))] == [True, True]
     assert [path.name for path in folder.glob("step_*")] == ["step_000003"]
 
 
@@ -91,7 +91,7 @@ def test_a_start_that_failed_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert again.replaced
     (second,) = disk.iterdir()
     assert (first != second, again.checkpoints_path) == (True, second)
-    assert [remove(one) for one in removable(tmp_path / "runs")] == [True]
+    assert [remove(one) for one in removable(list_runs(tmp_path / "runs"))] == [True]
     assert (run.exists(), [*disk.iterdir()]) == (False, [])
 
 
