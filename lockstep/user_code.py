@@ -54,10 +54,19 @@ def texts_of(value: object) -> Iterator[str]:
             yield from texts_of(item)
 
 
+def named_file(text: str) -> Path | None:
+    """Return the file that a setting names; None for any other text."""
+    try:
+        path = Path(text).expanduser()
+        return path if path.is_file() else None
+    except (OSError, ValueError, RuntimeError):  # a prompt: too long for a name, or ~ before what is no user
+        return None
+
+
 def code_files(texts: Iterable[str]) -> list[Path]:
     """Return the files of those texts that have the form file.py:name, with the files of the same folder that they import."""
     found: list[Path] = []
-    waiting = [Path(text.rpartition(":")[0]).expanduser() for text in texts if ".py:" in text]
+    waiting = [path for text in texts if ".py:" in text and (path := named_file(text.rpartition(":")[0]))]
     while waiting:
         path = waiting.pop(0)
         if path.suffix == ".py" and path.is_file() and path not in found:

@@ -17,7 +17,7 @@ from lockstep.text import hide_secrets
 from lockstep.track.facts import SECRET_TEXT, code_facts, project_diff
 from lockstep.track.files import write_atomic
 from lockstep.track.rundir import RunDirectory
-from lockstep.user_code import code_files, texts_of
+from lockstep.user_code import code_files, named_file, texts_of
 
 COPIED_BYTES = 1_000_000
 """Larger files are hashed, not copied; a longer diff is cut."""
@@ -82,7 +82,7 @@ def keep_sources(run: RunDirectory, settings: object, runs_dir: str) -> list[str
 
 def _files(settings: object) -> list[Path]:
     """Return code that settings name with what it imports from its folder, and other files that they name, each once."""
-    data = [path for text in texts_of(settings) if len(text) < 1000 and (path := Path(text).expanduser()).is_file()]
+    data = [path for text in texts_of(settings) if (path := named_file(text))]
     return list(dict.fromkeys([*code_files(texts_of(settings)), *data]))
 
 

@@ -113,3 +113,9 @@ def test_code_files_follow_imports_of_their_folder_once(tmp_path: Path):
     (tmp_path / "c" / "__init__.py").write_text("")
     found = code_files([f"{tmp_path}/a.py:grade", "steps: 3", f"{tmp_path}/gone.py:x"])
     assert [path.relative_to(tmp_path).as_posix() for path in found] == ["a.py", "b.py", "c/__init__.py"]
+
+
+@pytest.mark.parametrize("text", ["You add two numbers. " * 14, "~ Add the two numbers.", "~ See sums.py: add."])
+def test_a_prompt_is_not_taken_for_a_path(project: list[str], text: str):
+    run = start_run(load([*project, f"chat.system={text!r}"]))
+    assert {Path(one["path"]).name for one in run.manifest()["sources"]} == {"grader.py", "bytes_of.py", "sums.jsonl"}
