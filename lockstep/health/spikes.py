@@ -156,7 +156,8 @@ class SpikeLog:
         """Describe the spikes of a step's updates by the replies of its groups."""
         for spike, rows in self._pending:
             by_ratio = "ratio" in spike.triggers and len(spike.triggers) == 1
-            order = sorted(rows, key=_ratio_size if by_ratio else lambda row: row.pull, reverse=True)
+            sizes = [_ratio_size(row) if by_ratio else row.pull for row in rows]
+            order = [rows[place] for place in np.argsort(-np.nan_to_num(sizes, nan=math.inf), kind="stable")]
             told = tuple(self._described(row, rows, groups) for row in order[: self._settings.rows])
             self.found.append(replace(spike, step=step, cause=told[0].cause, rows=told))
         self._pending, self._update = [], 0
@@ -214,9 +215,9 @@ class SpikeLog:
 def cause_of(row: _Row, rows: Sequence[_Row], limit: float) -> tuple[Cause, str]:
     """Return whether ratio, advantage or data made a row stand out, and the evidence."""
     ratio, gap = _ratio_size(row), float(np.abs(row.engine_gap).max())
-    if not max(ratio, gap) <= limit:
-        between = "the update" if ratio > limit else "engine and learner"
-        return "ratio", f"a token's log-probability differs by {max(ratio, gap):.3g} nats across {between}"
+    if not (worst := float(np.maximum(ratio, gap))) <= limit:  # NaN if one is
+        between = "engine and learner" if ratio <= limit else "the update"
+        return "ratio", f"a token's log-probability differs by {worst:.3g} nats across {between}"
     own = float(np.abs(row.advantages).max())
     others = statistics.median([float(np.abs(one.advantages).max()) for one in rows if one is not row] or [own])
     if own > LARGE_ADVANTAGE * others:
@@ -267,7 +268,7 @@ def _ratio_size(row: _Row) -> float:
 
 
 def _largest(values: Sequence[Floats]) -> float:
-    return max((float(np.abs(one).max()) for one in values), default=0.0)
+    return float(np.max([np.abs(one).max() for one in values], initial=0.0))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lockstep.cli import main
+from lockstep.config.schema import Recipe
+from lockstep.health.spikes import SpikeLog, _Row, cause_of
 from lockstep.track.jsonl import read_jsonl
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
+from lockstep.types import Batch, Scored, TrainSequence
 from tests.loops.runs import NO_EVAL, numbers, trained, weights
+from tests.track.runs import groups
 
 POISON = '''
 def grade(prompt, reply):
@@ -95,3 +102,29 @@ def test_updates_that_leap_are_named_as_ratio(tmp_path: Path, tiny_model_dir: Pa
     metrics = {record.step: record.metrics for record in read_metrics(run)}[worst["step"]]
     assert metrics["ratio/log_abs_max"] == pytest.approx(max(metrics["ratio/log_max"], -metrics["ratio/log_min"]))
     assert 0 < metrics["ratio/log_abs_p99"] <= metrics["ratio/log_abs_max"]
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_row_that_is_no_number_comes_first(bad: int) -> None:
+    sequence = TrainSequence((1,), (2, 3), (True, True), (-0.5, -0.5), (1.0, 1.0), 0.25, 0)
+    (asked,) = groups(1)[:1]
+    rollouts = tuple(replace(asked.rollouts[0], prompt_ids=(1,), ids=(2, 3), text=f"reply {n}") for n in range(3))
+    batch = Batch(tuple(replace(sequence, sample=n) for n in range(3)))
+    values = [[math.nan] * 2 if n == bad else [-0.6 - n] * 2 for n in (0, 1, 2)]
+    scored = [Scored((n,), np.array(values[n], np.float32).tobytes(), b"") for n in range(3)]
+    watch = SpikeLog(Recipe(), str)
+    watch.after(batch, {"grad/norm": math.nan, "ratio/log_abs_max": math.nan}, scored)
+    watch.settle(1, [replace(asked, rollouts=rollouts)])
+    (spike,) = watch.take()
+    assert (spike.rows[0].reply, spike.cause) == (f"reply {bad}", "ratio")
+    assert "across the update" in spike.rows[0].why
+    assert [math.isnan(value) for value in spike.microbatches] == [n == bad for n in range(3)]
+
+
+def test_cause_of_an_engine_that_is_no_number() -> None:
+    row = _Row(
+        TrainSequence((1,), (2,), (True,), (math.nan,), (1.0,), 1.0, 0, old_logprobs=(-0.5,)),
+        *(np.array([value]) for value in (0.1, math.nan, -0.6, 1.0)),
+    )
+    assert cause_of(row, [row], 5.0)[0] == "ratio"
+    assert "engine and learner" in cause_of(row, [row], 5.0)[1]
