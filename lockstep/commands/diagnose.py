@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.load import load
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Recipe
@@ -38,14 +40,23 @@ def run(args: argparse.Namespace) -> int:
     """Print what is found, with evidence and remedy. Returns 3 if a rule would have stopped the run, else 0."""
     if others := [one for one in args.settings if not one.startswith("health.") and not Path(one).is_file()]:
         raise ConfigError([f"{others[0]}: only settings of health can be changed here, because the run exists already"])
+    from lockstep.track.jsonl import read_jsonl
     from lockstep.track.rundir import RunDirectory
     from lockstep.track.writer import read_metrics
 
     directory = RunDirectory.open(args.run)
-    recipe = load([str(directory.recipe_path), *args.settings])
+    mine, recipe = (load([str(directory.recipe_path), *more]) for more in ((), args.settings))
+    if recipe.model_copy(update={"health": mine.health}) != mine:
+        what = f"{' '.join(args.settings)}: only settings of health can be changed here, because the run exists already"
+        raise ConfigError([what], fix="give a file that has the section health alone")
     rows = [row for row in read_metrics(directory) if row.step]
     stopped = _print_rules(recipe, rows)
-    _print_spikes(directory.spikes_path)
+    path = directory.spikes_path
+    try:
+        print("\n".join(_spike_lines(read_jsonl(path), path.name)), end="")
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        fix = "restore the file from a backup, or move it away to go on without it"
+        raise RunDirectoryError(f"a line is not a spike: {error!r}", where=str(path), fix=fix) from error
     _print_playbook(rows)
     if stopped:
         print(f"\nof {recipe.steps} steps the run ends after step {stopped}, {len(rows)} are recorded")
@@ -76,26 +87,27 @@ def _print_rules(recipe: Recipe, rows: Sequence[StepRecord]) -> int:
     return stopped
 
 
-def _print_spikes(path: Path) -> None:
-    """Print the largest spikes and, by ten steps, how many there were, by which cause."""
-    from lockstep.track.jsonl import number, read_jsonl
+def _spike_lines(found: Sequence[dict[str, Any]], file: str) -> list[str]:
+    """Return how many spikes there were by ten steps, by which cause, and the largest; "" ends the lines."""
+    from lockstep.track.jsonl import number
+    from lockstep.track.text import one_line
 
-    spikes = list({(one["step"], one["update"]): one for one in read_jsonl(path)}.values())  # a resume repeats steps
+    spikes = list({(one["step"], one["update"]): one for one in found}.values())  # a resume repeats steps
     if not spikes:
-        return
+        return []
     decades: dict[int, list[str]] = defaultdict(list)
     for spike in spikes:
         decades[(int(spike["step"]) - 1) // DECADE].append(str(spike["cause"]))
-    print(f"\nspikes: {len(spikes)} in {path.name}")
+    lines = [f"\nspikes: {len(spikes)} in {file}"]
     for decade, causes in sorted(decades.items()):
         counted = ", ".join(f"{causes.count(cause)} by {cause}" for cause in sorted(set(causes)))
-        print(f"  steps {decade * DECADE + 1} to {decade * DECADE + DECADE}: {len(causes)} ({counted})")
-    for spike in sorted(spikes, key=lambda one: -number(one["grad_norm"]))[:SHOWN]:
+        lines.append(f"  steps {decade * DECADE + 1} to {decade * DECADE + DECADE}: {len(causes)} ({counted})")
+    sizes = [(math.isnan(norm := number(one["grad_norm"])), norm) for one in spikes]  # NaN is the largest
+    for (_, norm), spike in sorted(zip(sizes, spikes, strict=True), key=itemgetter(0), reverse=True)[:SHOWN]:
         first = spike["rows"][0]
-        print(
-            f"  step {spike['step']}: gradient norm {number(spike['grad_norm']):.4g}, row {first['id']}, sample "
-            f"{first['sample']}; cause: {spike['cause']}, {first['why']}"
-        )
+        what = f"step {spike['step']}: gradient norm {norm:.4g}, row {first['id']}, sample {first['sample']}"
+        lines.append("  " + one_line(f"{what}; cause: {spike['cause']}, {first['why']}"))
+    return [*lines, ""]
 
 
 def _print_playbook(rows: Sequence[StepRecord]) -> None:
