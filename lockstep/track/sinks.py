@@ -255,20 +255,24 @@ class Sender:
 
 
 def record_of(run: Path, name: str) -> Record:
-    """Return what the run remembers of a tracker; a new identity, stored at once, if it is nothing.
-
-    Raises RunDirectoryError for a file that is no such record.
-    """
-    path = _place(run, name)
-    if path.is_file():
-        try:
-            return TypeAdapter(Record).validate_python(read_json(path))
-        except ValidationError as error:
-            what = f"this is not a record of a tracker: {error.errors(include_url=False)[0]['msg']}"
-            raise RunDirectoryError(what, where=str(path), fix="restore it from a copy, or remove it") from error
-    record = Record(uuid.uuid4().hex[:12])
-    _write(run, name, record)
+    """Return what the run remembers of a tracker; a new identity, stored at once, if it is nothing. Raises as `stored_record`."""
+    record = stored_record(run, name)
+    if record is None:
+        record = Record(uuid.uuid4().hex[:12])
+        _write(run, name, record)
     return record
+
+
+def stored_record(run: Path, name: str) -> Record | None:
+    """Return what the run remembers of a tracker, if anything. Raises RunDirectoryError for a file that is no such record."""
+    path = _place(run, name)
+    if not path.is_file():
+        return None
+    try:
+        return TypeAdapter(Record).validate_python(read_json(path))
+    except ValidationError as error:
+        what = f"this is not a record of a tracker: {error.errors(include_url=False)[0]['msg']}"
+        raise RunDirectoryError(what, where=str(path), fix="restore it from a copy, or remove it") from error
 
 
 def _write(run: Path, name: str, record: Record) -> None:

@@ -11,10 +11,11 @@ from urllib.parse import urlparse
 
 from lockstep.config.records import Mode, Sink
 from lockstep.config.schema import Recipe
+from lockstep.errors import ConfigError
 from lockstep.text import hide_secrets
 from lockstep.track.lock import Lock
 from lockstep.track.rundir import LOCK, RunDirectory
-from lockstep.track.sinks import Sender, check_installed, missing, reason, record_of, told
+from lockstep.track.sinks import Record, Sender, check_installed, missing, reason, stored_record, told
 from lockstep.track.trackers import has_wandb_key, wandb_address
 from lockstep.track.writer import read_metrics
 
@@ -26,20 +27,24 @@ def sync(path: Path, recipe: Recipe, name: str | None = None) -> Iterator[tuple[
     """Send to each tracker of a run the steps that it misses, by the last step that it holds itself. Yields for each whether it
     went well, and a line.
 
-    `name`: this tracker alone. Raises ConfigError if one is not installed, RunLockedError while the run is being trained.
+    `name`: this tracker alone. Raises ConfigError if it is not among the run's, or one is not installed; RunLockedError while
+    the run is being trained.
     """
-    check_installed(recipe.track)
+    track = recipe.track
+    sinks = [sink for sink in track.sinks if sink.mode != "off" and name in (None, sink.name)]
+    if name is not None and not sinks:
+        names = ", ".join(sink.name for sink in track.sinks if sink.mode != "off") or "none"
+        raise ConfigError([f"--tracker {name}: the run has no such tracker; it has {names}"], where=str(path))
+    check_installed(track.model_copy(update={"sinks": sinks}))
     RunDirectory.open(path)
     lock = Lock(path / LOCK)
     with RunDirectory(path, lock, attempt=2) as run:
-        for sink in recipe.track.sinks:
-            if sink.mode != "off" and name in (None, sink.name):
-                yield _sync_one(run, recipe, sink)
+        for sink in sinks:
+            yield _sync_one(run, recipe, sink)
 
 
 def _sync_one(run: RunDirectory, recipe: Recipe, sink: Sink) -> tuple[bool, str]:
-    local = sink.name in LOCAL and not sink.settings
-    mode: Mode = "online" if sink.name in ("wandb", "mlflow", "swanlab") and not local else sink.mode
+    mode: Mode = "online" if sink.name in ("wandb", "mlflow", "swanlab") else sink.mode
     about = told(recipe.track, sink, run, recipe.name, recipe.model_dump(mode="json"), mode)
     errors: list[Exception] = []
     sender = Sender(sink, run, about, recipe.track.timeout_s, lambda _, error: errors.append(error))
@@ -88,11 +93,11 @@ def _of_sink(sink: Sink, recipe: Recipe, run: Path | None) -> Iterator[tuple[str
         recipe.track.project + (f", group {recipe.track.group}" if recipe.track.group else ""),
     )
     if run is not None:
-        yield _files(name, run, online=online)
+        yield _files(name, run)
 
 
-def _files(name: str, run: Path, *, online: bool) -> tuple[str, str, str]:
-    record = record_of(run, name)
+def _files(name: str, run: Path) -> tuple[str, str, str]:
+    record = stored_record(run, name) or Record("")
     last = max((row.step for row in read_metrics(RunDirectory.open(run))), default=0)
     sent = ", ".join(f"{mode} up to step {step}" for mode, step in record.sent.items()) or "nothing yet"
     text = f"{sent}; the run has {last} steps" + (f"; left behind: {record.failed}" if record.failed else "")

@@ -379,3 +379,23 @@ def test_an_address_that_is_none_is_a_finding(address: str, monkeypatch: pytest.
     recipe = Recipe.model_validate({"track": {"sinks": ["mlflow"]}})
     found = {what: (verdict, said) for verdict, what, said in findings(recipe, None)}
     assert found["mlflow network"] == ("warn", f"{address} is no address")
+
+
+def test_a_tracker_that_the_run_has_not_is_refused(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS):
+        pass
+    recipe = Recipe(track=own(tmp_path))
+    with pytest.raises(ConfigError, match=r"--tracker wandb: the run has no such tracker; it has .*own\.py:Kept"):
+        list(sync(tmp_path / "a", recipe, "wandb"))
+    also = Recipe.model_validate({"track": {"sinks": [*recipe.track.sinks, "no_such_tracker"]}})
+    (found,) = sync(tmp_path / "a", also, recipe.track.sinks[0].name)  # the others need not be installed
+    assert found[0]
+
+
+def test_findings_leave_no_file_in_the_run(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS):
+        pass
+    before = sorted(tmp_path.rglob("*"))
+    rows = findings(Recipe.model_validate({"track": {"sinks": ["mlflow"]}}), tmp_path / "a")
+    assert rows[-1][2].startswith("nothing yet; the run has 0 steps")
+    assert sorted(tmp_path.rglob("*")) == before
