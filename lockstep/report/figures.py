@@ -132,8 +132,8 @@ def times(records: Sequence[StepRecord]) -> Figure:
     return Figure("Time of a step by phase", unit, series, kind="stack")
 
 
-def marks(records: Sequence[StepRecord], events: Iterable[Event]) -> list[Mark]:
-    """Return what stands on the charts: warnings, checkpoints, resumes, evaluations, and spikes."""
+def marks(records: Sequence[StepRecord], events: Iterable[Event], ranges: Ranges) -> list[Mark]:
+    """Return what stands on the charts: warnings, checkpoints, resumes, evaluations, and spikes. `ranges` as in `figures`."""
     found = [
         Mark(event.step, MARKED[event.kind], event.message)
         for event in events
@@ -151,7 +151,7 @@ def marks(records: Sequence[StepRecord], events: Iterable[Event]) -> list[Mark]:
     few = [replace(one, metrics={n: value for n, value in one.metrics.items() if n in judged}) for one in records]
     found += [
         Mark(step, "spike", f"{row.name} outside its range")
-        for row in find_outside(few)
+        for row in find_outside(few, ranges)
         if row.name in sudden
         for step in row.steps
     ]

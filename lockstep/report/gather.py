@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,17 @@ def gather(run: RunDirectory) -> RunFacts:
         events=tuple(read_events(run)),
         scores=tuple(scores),
         rows=tuple(_compare([named.score for named in scores], notes)),
-        outside=tuple(find_outside(records, recipe)),
+        outside=tuple(find_outside(records, recipe.health.ranges if recipe else {})),
         samples=_samples(run, last, notes),
         notes=tuple(notes),
     )
 
 
-def find_outside(records: Sequence[StepRecord], recipe: Recipe | None = None) -> list[Outside]:
-    """Return the metrics that left their range, most often outside first, each with its steps, first and last such value."""
-    ranges = recipe.health.ranges if recipe else {}
+def find_outside(records: Sequence[StepRecord], ranges: Mapping[str, Range]) -> list[Outside]:
+    """Return the metrics that left their range, most often outside first, each with its steps, first and last such value.
+
+    `ranges`, by metric, stand in place of the table's (health.ranges).
+    """
     judge = Judge(ranges)
     found: dict[str, list[StepRecord]] = {}
     for record in records:

@@ -46,7 +46,8 @@ def write_report(run_dir: str | Path | RunDirectory) -> Path:
 def render(run: RunFacts) -> str:
     """Render the page as text. Its policy names the digests of its own scripts and styles, so that no other can run."""
     ranges = run.recipe.health.ranges if run.recipe else {}
-    charts = page_data({"figures": figures(run.records, run.scores, ranges), "marks": marks(run.records, run.events)})
+    shown_marks = marks(run.records, run.events, ranges)
+    charts = page_data({"figures": figures(run.records, run.scores, ranges), "marks": shown_marks})
     style, script = "\n".join(map(asset, STYLES)), "\n".join(map(asset, SCRIPTS))
     policy = f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; base-uri 'none'; form-action 'none'"
     shown = run.events[-EVENTS_SHOWN:]

@@ -109,7 +109,8 @@ class Viewer:
         facts = one.facts()
         names = sorted({name for record in facts.records for name in record.metrics})
         shown = figures(facts.records, facts.scores, one.ranges)
-        return {"figures": shown, "marks": marks(facts.records, facts.events), "names": names, "notes": facts.notes}
+        found = marks(facts.records, facts.events, one.ranges)
+        return {"figures": shown, "marks": found, "names": names, "notes": facts.notes}
 
     def metrics(self, params: Params) -> object:
         """Return a chart of each metric whose name contains a text."""

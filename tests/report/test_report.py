@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.load import load_mapping
+from lockstep.config.metric import Range
 from lockstep.errors import RunDirectoryError
 from lockstep.evaluation.records import score_path, write_score
 from lockstep.report import tables
@@ -177,12 +178,14 @@ def test_the_curves_are_there_and_empty_ones_are_not(page: Page) -> None:
 
 def test_events_and_spikes_stand_on_the_curves(run: Path) -> None:
     facts = gather(RunDirectory.open(run))
-    found = marks(
-        facts.records, [*facts.events, Event("t", 1, "checkpoint", 20, "step_000020"), Event("t", 1, "sync", 1, "")]
-    )
+    events = [*facts.events, Event("t", 1, "checkpoint", 20, "step_000020"), Event("t", 1, "sync", 1, "")]
+    found = marks(facts.records, events, {})
     kinds = {(mark.step, mark.kind) for mark in found}
     assert {(17, "spike"), (20, "checkpoint"), (10, "evaluation")} <= kinds
     assert not any(mark.kind == "sync" for mark in found)
+    steady = [StepRecord(step, 1, "t", {"grad/norm": 150.0}) for step in range(1, 9)]
+    assert {mark.kind for mark in marks(steady, [], {})} == {"spike"}  # above the table's range
+    assert not marks(steady, [], {"grad/norm": Range(high=1000.0)})
 
 
 def test_warnings_name_the_steps_and_the_remedy(page: Page) -> None:
@@ -278,7 +281,7 @@ def test_the_last_step_is_that_of_the_attempt_that_counts(tmp_path: Path) -> Non
 
 def test_metrics_outside_are_found_in_order_of_how_often() -> None:
     steps = [StepRecord(i, 1, "t", {"length/truncated": 0.9, "grad/norm": 0.0 if i == 2 else 1.0}) for i in (1, 2, 3)]
-    assert [(row.name, row.steps, row.first) for row in find_outside(steps)] == [
+    assert [(row.name, row.steps, row.first) for row in find_outside(steps, {})] == [
         ("length/truncated", (1, 2, 3), 0.9),
         ("grad/norm", (2,), 0.0),
     ]
@@ -287,7 +290,7 @@ def test_metrics_outside_are_found_in_order_of_how_often() -> None:
 def test_a_range_of_the_recipe_is_the_one_that_is_named() -> None:
     own = load_mapping({"health": {"ranges": {"grad/norm": {"high": 0.5, "until": 4}}}})
     steps = [StepRecord(i, 1, "t", {"grad/norm": 2.0}) for i in (1, 2)]
-    (row,) = find_outside(steps, own)
+    (row,) = find_outside(steps, own.health.ranges)
     values, healthy = tables.outside_row(row)[2:4]
     assert values == "2"
     assert str(healthy).startswith("≤ 0.5 at steps 1 to 4 (health.ranges)")
