@@ -53,7 +53,7 @@ class Query(BaseModel):
             ("run = ?", self.run), ("step <= ?", newest), ("step >= ?", self.first), ("step <= ?", self.last),
             ("reward >= ?", self.reward_min), ("reward <= ?", self.reward_max), ("length >= ?", self.length_min),
             ("length <= ?", self.length_max), ("prompt_id = ?", self.prompt or None), ("finish = ?", self.finish or None),
-            ("contains(searched, ?)", self.text.lower() or None),
+            ("contains(searched, lower(?))", self.text or None),
         ]  # fmt: skip
         parts = [(condition, [value]) for condition, value in bounds if value is not None]
         match self.result:

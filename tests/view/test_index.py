@@ -5,11 +5,13 @@ import pytest
 from lockstep.errors import RunDirectoryError
 from lockstep.track.rollouts import RolloutRow, read_rollouts, rollout_path, write_rollouts
 from lockstep.track.rundir import RunDirectory
+from lockstep.types import Group
 from lockstep.view import api, index
 from lockstep.view.api import Viewer
+from lockstep.view.index import Index
 from lockstep.view.query import Query
 from tests.track.runs import FACTS
-from tests.view.conftest import groups, write
+from tests.view.conftest import groups, prompt, reply, write
 
 BY_HAND = [
     ({}, lambda row: True),
@@ -119,3 +121,14 @@ def test_files_are_only_looked_at_if_their_folder_has_changed(
     (run.rollouts_path / "new").touch()
     assert not viewer.index.refresh()
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("text", ["ΟΔΟΣ", "οδοσ", "İSTANBUL", "istanbul"])
+def test_upper_and_lower_case_are_the_same_in_every_script(run: RunDirectory, text: str) -> None:
+    asked = prompt("greek")
+    with RunDirectory.resume(run.path, FACTS) as again:
+        write_rollouts(again, 1, [Group(asked, (reply(asked, 0, "Η ΟΔΟΣ, İSTANBUL", 1.0),))], [[0.0]])
+    found = Index([run])
+    found.refresh()
+    assert found.browse(Query(text=text), None)["total"] == 1
+    found.close()
