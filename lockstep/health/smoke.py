@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from lockstep.config.schema import Recipe
 from lockstep.health.judge import Alarm
-from lockstep.track.catalogue import all_metrics, verdict
+from lockstep.track.catalogue import all_metrics, applies, verdict
 from lockstep.types import Metrics
 
 COLUMNS = ("check", "metric", "lowest", "highest", "healthy", "verdict")
@@ -18,17 +20,22 @@ def smoke_rows(
     """Return a row for each metric with a smoke label that the steps measured.
 
     Its verdict is the tier of a broken rule of `alarms`, else warn if most of its values are outside the healthy range, else ok.
+    A value that is not a number is the lowest and the highest.
     """
     broken = {alarm.rule.metric: f"{alarm.setting.tier}: {alarm.rule.name}" for alarm in alarms}
     found = list[tuple[str, ...]]()
     for info in all_metrics():
-        values = [(step, metrics[info.name]) for step, metrics in rows if info.name in metrics]
-        if not info.smoke or not values:
+        measured = [(step, metrics) for step, metrics in rows if info.name in metrics]
+        if not info.smoke or not measured:
             continue
         healthy = recipe.health.ranges.get(info.name, info.healthy)
-        outside = sum(verdict(info.name, value, step, recipe.health.ranges) == "warn" for step, value in values)
-        state = broken.get(info.name) or ("warn" if outside > len(values) / 2 else "ok")
-        low, high = (f"{extreme(value for _, value in values):.4g}" for extreme in (min, max))
+        outside = sum(
+            applies(info.name, metrics) and verdict(info.name, metrics[info.name], step, recipe.health.ranges) == "warn"
+            for step, metrics in measured
+        )
+        state = broken.get(info.name) or ("warn" if outside > len(measured) / 2 else "ok")
+        values = [metrics[info.name] for _, metrics in measured]
+        low, high = (f"{extreme(values):.4g}" for extreme in (np.min, np.max))
         found.append((info.smoke, info.name, low, high, str(healthy) if healthy else "–", state))
     return found
 

@@ -15,7 +15,7 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import ConfigError
 from lockstep.health.judge import Alarm, HealthJudge
 from lockstep.health.rules import health_lines
-from lockstep.health.smoke import SmokeGate
+from lockstep.health.smoke import SmokeGate, smoke_rows
 from lockstep.track.catalogue import Judge, find
 from tests.health.replay import replay
 
@@ -387,3 +387,13 @@ def test_the_table_of_the_first_steps_has_a_verdict_for_each_check() -> None:
     assert frozen["weights/changed_tensors"] == "stop: unmoved"
     mute = gate([HEALTHY | {"answer/has_answer": 0.0}] * 6)
     assert mute["answer/has_answer"] == "stop: no_format"
+    assert gate([HEALTHY | {"advantage/std": 0.0}] * 6)["advantage/std"] == "warn"
+    solved = gate([HEALTHY | {"advantage/std": 0.0, "answer/correct": 1.0}] * 6)
+    assert solved["advantage/std"] == "ok"  # as on the console: most replies are right, so they are the same
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_the_table_of_the_first_steps_shows_what_is_no_number(bad: int) -> None:
+    rows = [(step, {"grad/norm": math.nan if step == bad else 0.5}) for step in range(3)]
+    ((_, _, low, high, *_),) = smoke_rows(DEFAULTS, rows, [])
+    assert (low, high) == ("nan", "nan")
