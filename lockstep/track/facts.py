@@ -92,15 +92,15 @@ def code_facts(folder: Path, skip: str | None = None) -> dict[str, Any]:
     """Return the git commit that `folder` is at and how it differs; `commit` is None, with a `why`, where there is none.
 
     A folder that lies in a repository without belonging to it (site-packages in a .venv) counts as not in git. Changes below
-    `skip`, a path relative to `folder`, are left out.
+    `skip`, a folder in this one, are left out.
     """
     try:
         if not git(folder, "ls-files", "--", ".").strip():
             return {"commit": None, "why": "not tracked by git"}
         commit, branch = git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").split()
-        changed = git(folder, "status", "--porcelain", *_but(skip)).splitlines()
+        changed = git(folder, "status", "--porcelain", *_but(folder, skip)).splitlines()
         known = any(not line.startswith("??") for line in changed)  # a new file is in no diff
-        found = git(folder, "diff", "HEAD", "--shortstat", "--patch", *_but(skip)) if known else ""
+        found = git(folder, "diff", "HEAD", "--shortstat", "--patch", *_but(folder, skip)) if known else ""
         summary, _, diff = found.partition("\n\n")
     except (OSError, subprocess.SubprocessError) as error:
         return {"commit": None, "why": git_trouble(error)}
@@ -117,14 +117,15 @@ def code_facts(folder: Path, skip: str | None = None) -> dict[str, Any]:
 def project_diff(folder: Path, skip: str | None = None) -> str:
     """Return what differs from the last commit in the repository of `folder`; "" without one."""
     try:
-        return git(folder, "diff", "HEAD", *_but(skip))
+        return git(folder, "diff", "HEAD", *_but(folder, skip))
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
-def _but(skip: str | None) -> list[str]:
-    inside = skip is not None and not Path(skip).is_absolute() and ".." not in Path(skip).parts
-    return ["--", ":/", f":(exclude){skip}"] if inside else []
+def _but(folder: Path, skip: str | None) -> list[str]:
+    """Return the arguments of git that leave out `skip`, if it lies below `folder`."""
+    home, place = folder.absolute(), Path(os.path.normpath(folder.absolute() / (skip or "")))
+    return ["--", ":/", f":(exclude,literal){place.relative_to(home)}"] if home in place.parents else []
 
 
 def git(folder: Path, *arguments: str) -> str:

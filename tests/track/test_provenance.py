@@ -11,6 +11,7 @@ from lockstep.config.load import load
 from lockstep.errors import ConfigError
 from lockstep.evaluation.plan import verifier_label
 from lockstep.loops.start import resume_run, start_run
+from lockstep.track.facts import project_diff
 from lockstep.track.provenance import require_clean
 from lockstep.track.rundir import RunDirectory
 from lockstep.user_code import code_files
@@ -92,6 +93,20 @@ def test_require_clean_names_what_is_not_committed(project: list[str], tmp_path:
     outside.mkdir()
     with pytest.raises(ConfigError, match="not in a git repository"):
         require_clean(outside, "runs")
+
+
+@pytest.mark.parametrize("name", ["runs", "./x/../runs", "run[s]", "{absolute}/runs", ".", "{absolute}"])
+def test_the_folder_of_the_runs_alone_does_not_count(project: list[str], tmp_path: Path, name: str):
+    runs_dir = name.replace("{absolute}", str(tmp_path))
+    runs = tmp_path / runs_dir
+    if runs != tmp_path and ".." not in name:
+        runs.mkdir(exist_ok=True)
+        (runs / "metrics.jsonl").write_text("")
+        require_clean(tmp_path, runs_dir)
+    (tmp_path / "grader.py").write_text("def grade(p, r):\n    return 0\n")
+    assert "return 0" in project_diff(tmp_path, runs_dir)
+    with pytest.raises(ConfigError, match=r"these files are not committed: grader\.py"):
+        require_clean(tmp_path, runs_dir)
 
 
 def test_graders_of_one_name_with_other_content_are_two_graders(project: list[str], tmp_path: Path):
