@@ -62,6 +62,9 @@ def find_pairs(names: Sequence[str], *, all_steps: bool = False) -> tuple[list[P
         )
     sides = [records_of(name) for name in names]
     if len(sides) == 1:
+        if all_steps:
+            what = "--all-steps pairs the steps of two runs, but one was given"
+            raise ConfigError([what], fix=f"give two, or name the step: lockstep compare {names[0]}@0 {names[0]}@STEP")
         return base_and_last(sides[0]), []
     before, after = sides if all_steps else [newest(side) for side in sides]
     pairs = pair(before, after, by_step=all_steps)

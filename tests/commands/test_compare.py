@@ -148,6 +148,7 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, said: Said) -> None:
     [
         (["RUN", "RUN", "RUN"], 2, "a comparison needs two"),
         (["RUN@7"], 7, "no scores of step 7"),
+        (["RUN", "--all-steps"], 2, "--all-steps pairs the steps of two runs, but one was given"),
         (["NONE", "RUN"], 7, "there is no such file or folder"),
         (["DAMAGED", "RUN"], 7, "damaged.json: the record's checksum"),
         (["FOREIGN", "RUN"], 7, "foreign.json: this is not a score record"),
