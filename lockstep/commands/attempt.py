@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 from subprocess import SubprocessError
 
@@ -60,8 +61,8 @@ def start(name: str, folder: Path, runs_dir: str) -> list[str]:
     commit = str(code_facts(folder)["commit"])[:12]
     return [
         f"branch {branch}, tag {tag} at {commit}",
-        f"  train:  lockstep train RECIPE name={name} --require-clean",
-        f"  finish: lockstep attempt finish {runs_dir}/{name}",
+        f"  train:  lockstep train RECIPE name={name} {shlex.quote(f'runs_dir={runs_dir}')} --require-clean",
+        f"  finish: lockstep attempt finish {shlex.quote(f'{runs_dir}/{name}')}",
     ]
 
 
@@ -74,6 +75,6 @@ def finish(path: Path) -> list[str]:
     notes = write_note(found)
     return [
         f"noted in {notes}; write down what you learnt, then",
-        f"  git add --force {notes}",
-        f"  git commit -m '{summary(found)}'",
+        f"  git add --force {shlex.quote(str(notes))}",
+        f"  git commit -m {shlex.quote(summary(found))}",
     ]

@@ -38,6 +38,12 @@ def test_an_attempt_is_a_branch_and_a_tag(project: Path, printed: Printed):
     assert "already exists" in printed("attempt", "start", "27-clip", code=2)
 
 
+def test_the_next_commands_name_the_folder_of_the_runs(project: Path, printed: Printed):
+    _, train, finish = printed("attempt", "start", "30", "--runs-dir", "my runs").splitlines()
+    assert shlex.split(train)[-3:] == ["name=30", "runs_dir=my runs", "--require-clean"]
+    assert shlex.split(finish)[-1] == "my runs/30"
+
+
 def test_what_is_not_committed_begins_no_attempt(project: Path, printed: Printed):
     (project / "recipe.yaml").write_text("name: b\n")
     assert "everything committed: these files are not committed: recipe.yaml" in printed(
@@ -54,11 +60,11 @@ def test_a_refusal_of_git_is_told(project: Path, printed: Printed):
 
 
 def test_the_proposed_commands_record_the_run(project: Path, gallery: Gallery, capsys: pytest.CaptureFixture[str]):
-    gallery.copy("plain", project / "runs" / "plain")
+    gallery.copy("plain", project / "my runs" / "it's plain")
     capsys.readouterr()  # of its training, if it was not there
-    assert cli.main(["attempt", "finish", "runs/plain"]) == 0
+    assert cli.main(["attempt", "finish", "my runs/it's plain"]) == 0
     add, commit = capsys.readouterr().out.splitlines()[1:]
     git(*shlex.split(add)[1:])
     git(*shlex.split(commit)[1:])
-    assert git("log", "-1", "--format=%s").startswith("plain: finished, reward 0.")
-    assert git("show", "--stat", "--format=", "HEAD").split()[0] == "runs/NOTES.md"
+    assert git("log", "-1", "--format=%s").startswith("it's plain: finished, reward 0.")
+    assert git("show", "--stat", "--format=", "HEAD").split(" | ")[0].strip() == "my runs/NOTES.md"
