@@ -15,7 +15,7 @@ DRIFTS = {"start": Drift(against="start", steps=5), "recent": Drift(against="rec
 SPARE_GIB = 0.25
 """Disk space to spare beside checkpoints: rollouts, scores and logs of the next steps."""
 
-_OF_UPDATES = ("grad/", "weights/", "sync/", "memory/")
+_OF_UPDATES = ("grad/", "weights/", "sync/", "memory/", "lr")
 """Metrics that a supervised run has too: it has no rewards and no rollouts."""
 _VERBS: dict[Tier, str] = {"stop": "the run stops itself by", "warn": "warns of", "off": "does not look at"}
 
@@ -24,7 +24,8 @@ def health_lines(recipe: Recipe) -> list[str]:
     """Return a line that names the rules in force, for the log and `lockstep plan`."""
     tiers: dict[Tier, list[str]] = {"stop": [], "warn": [], "off": []}
     for rule, setting in recipe.health.in_force():
-        if recipe.loop == "rl" or rule.metric.startswith(_OF_UPDATES):
+        own = rule.name in recipe.health.rules
+        if recipe.loop == "rl" or own or rule.metric.startswith(_OF_UPDATES):
             tiers[setting.tier].append(rule.name)
     found = [f"{verb} {', '.join(tiers[tier])}" for tier, verb in _VERBS.items() if tiers[tier]]
     return [f"health: {'; '.join(found)}"]

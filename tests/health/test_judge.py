@@ -303,6 +303,12 @@ def test_which_rules_are_in_force_is_said() -> None:
     assert "; warns of zero_variance, " in line
     assert line.endswith("; does not look at disk")
     assert "off" not in health_lines(DEFAULTS)[0]
+    own = {"metric": "validation/loss", "when": {"above": 2.0, "tier": "stop", "steps": 2}, "meaning": "it forgets"}
+    given = {"loop": "sft", "sft": {"data": "rows.jsonl"}, "health": {"rules": {"forgets": own | {"advice": "stop"}}}}
+    (line,) = health_lines(load_mapping(given))
+    assert line == "health: the run stops itself by clipping, zero_gradient, unmoved, leap, disk, forgets; " + (
+        "warns of grad_spike, spike_escalation, cold"
+    )
 
 
 def clipping(*overrides: str) -> HealthRule:
