@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = recipe_of(args.target)
     sets = list(sets_of(recipe))
-    sets += _against(getattr(args, "against", []), sets[0].data)
+    sets += _against(getattr(args, "against", []), sets)
     match args.action:
         case "check":
             return _check(recipe, sets)
@@ -108,16 +108,19 @@ def recipe_of(words: list[str]) -> Recipe:
     return load(["task.kind=file", f"task.data.source={json.dumps(target)}", *mapped])
 
 
-def _against(sources: list[str], target: Data) -> list[DataSet]:
+def _against(sources: list[str], sets: list[DataSet]) -> list[DataSet]:
     from lockstep.data.load import AGAINST
     from lockstep.data.sets import DataSet
 
-    found = []
+    found: list[DataSet] = []
     for number, source in enumerate(sources, start=1):
-        data = _columns_of_target(_data(source), target)
+        data = _columns_of_target(_data(source), sets[0].data)
         label = data.source.rstrip("/").rpartition("/")[2]
         stem = next((label.removesuffix(suffix) for suffix in FILE_SUFFIXES if label.endswith(suffix)), label)
-        found.append(DataSet(stem or f"against_{number}", "evaluation", f"{AGAINST} {data.source}", data, False))
+        name = stem or f"against_{number}"
+        while name in {one.name for one in (*sets, *found)}:  # it names the set's file and its rows of the table
+            name += f"_{number}"
+        found.append(DataSet(name, "evaluation", f"{AGAINST} {data.source}", data, False))
     return found
 
 

@@ -157,6 +157,22 @@ def test_build_and_split_write_a_manifest(tmp_path: Path, told: Told) -> None:
     assert not (tmp_path / "c").exists()
 
 
+def test_sets_of_the_same_name_are_told_apart(tmp_path: Path, told: Told) -> None:
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    train = jsonl(tmp_path / "train.jsonl", sums(9))
+    paths = ["a/test.jsonl", "b/test.jsonl", "c/train.jsonl"]
+    others = [jsonl(tmp_path / path, sums(3, 10 * number)) for number, path in enumerate(paths, 1)]
+    code, text = told(
+        "data", "build", train, *(word for other in others for word in ("--against", other)), "--out", tmp_path / "o"
+    )
+    assert code == 0, text
+    names = ("train", "test", "test_2", "train_3")
+    counts = {name: len((tmp_path / "o" / f"{name}.jsonl").read_text().splitlines()) for name in names}
+    assert counts == {"train": 9, "test": 3, "test_2": 3, "train_3": 3}
+    assert "train  test_2" in text
+
+
 def test_the_printed_recipe_of_a_split_can_be_read(tmp_path: Path, told: Told) -> None:
     """Also with a folder, or a column, that YAML would take for something else."""
     from lockstep.config.text import parse
