@@ -247,6 +247,7 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
             "loop = rl trains on sampled replies; marked is what supervised fine-tuning on these answers would train\n"
         )
     chat = chat_format(recipe) if args.mask else None
+    last_only = recipe.sft is None or recipe.sft.train_on == "last"
     shown = 0
     for row in rows:
         if args.row not in (None, row.number):
@@ -254,7 +255,7 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
         values = row.values or {}
         try:
             if chat is not None:
-                print(text.masked(row, to_conversation(values, rows.columns), chat))
+                print(text.masked(row, to_conversation(values, rows.columns), chat, last_only=last_only))
             elif one.chats:
                 print(text.conversation(row, to_conversation(values, rows.columns)))
             else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lockstep import __version__
+from lockstep.data.columns import TOOLS
 from lockstep.data.load import Reading, Rows
 from lockstep.data.overlap import NGRAM, Overlap, measure
 from lockstep.data.questions import data_hash, question_digest
@@ -235,7 +236,8 @@ def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, objec
             where=prompt.id,
             fix="set `keep` to the columns that the grader needs, without this one",
         )
-    return record | {name: _plain(value) for name, value in prompt.data.items()}
+    tools = {TOOLS: prompt.tools} if prompt.tools else {}
+    return record | {name: _plain(value) for name, value in prompt.data.items()} | tools
 
 
 def _lone(prompt: Prompt) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lockstep.config.data import FILTERS
 from lockstep.config.section import meanings
 from lockstep.config.text import to_line
+from lockstep.data.columns import tools_of
 from lockstep.track.text import one_line, plain_table, visible
 
 if TYPE_CHECKING:
@@ -102,12 +103,12 @@ def conversation(row: Row, turns: Sequence[Message]) -> str:
     return "\n".join([_head(row), *(_block(turn["role"], turn["content"]) for turn in turns)])
 
 
-def masked(row: Row, turns: Sequence[Message], chat: ChatFormat) -> str:
+def masked(row: Row, turns: Sequence[Message], chat: ChatFormat, *, last_only: bool) -> str:
     """Return a row as its tokens; lines with + are trained, those with | are not. Tokens are parted by ·.
 
     Raises ChatError.
     """
-    ids, trained = chat.trained_mask(turns)
+    ids, trained = chat.trained_mask(turns, last_only=last_only, tools=tools_of(row.values or {}))
     lines = [f"{_head(row)} · {len(ids)} tokens, {sum(trained)} trained"]
     current: list[str] = []
     for index, (token, on) in enumerate(zip(ids, trained, strict=True)):

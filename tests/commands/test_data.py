@@ -123,12 +123,11 @@ def test_mask_of_a_whole_conversation(tmp_path: Path, tiny_model_dir: Path, told
     ]
     file = jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
     path = recipe(tmp_path, tiny_model_dir, f"loop: sft\nsft: {{data: {{source: {file}, messages: messages}}}}")
-    code, text = told("data", "show", path, "--mask")
-    assert code == 0, text
-    assert [line for line in text.splitlines() if line.startswith("   + ")] == [
-        "   + 2·<|im_end|>",
-        "   + 4·<|im_end|>",
-    ]
+    both = ["   + 2·<|im_end|>", "   + 4·<|im_end|>"]
+    for words, trained in (((), both[1:]), (("sft.train_on=all_assistant",), both)):  # as the run would train
+        code, text = told("data", "show", path, *words, "--mask")
+        assert code == 0, text
+        assert [line for line in text.splitlines() if line.startswith("   + ")] == trained
     code, text = told("data", "check", path)
     assert (code, "1 rows read, 0 bad, 1 kept" in text) == (0, True), text
     assert "chats.jsonl" in told("data", "show", path)[1]

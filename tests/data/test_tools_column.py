@@ -13,8 +13,11 @@ from transformers import AutoTokenizer
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.data import Data
 from lockstep.config.schema import Chat
+from lockstep.data.build import build
 from lockstep.data.load import open_rows
+from lockstep.data.sets import DataSet, load_set
 from lockstep.errors import DataError
+from tests.saying import Told
 
 TOOL = {
     "type": "function",
@@ -100,3 +103,26 @@ def test_tools_are_rendered_with_a_chat_that_is_learnt(tiny_model_dir: Path) -> 
     assert chat.render(turns[:1], json.dumps([TOOL])) == ids[: trained.index(True)]  # type: ignore[arg-type]
     assert chat.decode([i for i, on in zip(ids, trained, strict=True) if on]) == "It is 7."
     assert len(plain) < len(ids)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_what_is_built_keeps_the_tools(tmp_path: Path, format: str) -> None:
+    path = rows(
+        tmp_path / "a.jsonl", {"prompt": "4 + 3?", "answer": "7", "tools": [TOOL]}, {"prompt": "7?", "answer": "7"}
+    )
+    one = DataSet("train", "train", "task.data", Data(source=str(path)), False)
+    build([load_set(one)], tmp_path / "out", format)  # type: ignore[arg-type]
+    again = open_rows(Data(source=str(tmp_path / "out" / f"train.{format}"), id="id"), where="data").prompts()
+    assert [prompt.tools and json.loads(prompt.tools) for prompt in again] == [[TOOL], ""]
+
+
+def test_a_chat_in_memory_and_its_mask_have_the_tools(tmp_path: Path, tiny_model_dir: Path, told: Told) -> None:
+    path = rows(tmp_path / "a.jsonl", {"chat": CHAT, "tools": [TOOL]})
+    one = DataSet("train", "train", "sft.data", Data(source=str(path), messages="chat"), True)
+    assert json.loads(load_set(one).prompts[0].tools) == [TOOL]
+    code, text = told("data", "show", path, "messages=chat", f"model={tiny_model_dir}", "--mask")
+    assert code == 0
+    (conversation,) = open_rows(one.data, where="data").conversations()
+    chat = ChatFormat(AutoTokenizer.from_pretrained(tiny_model_dir), Chat())
+    ids, trained = chat.trained_mask(conversation.messages, last_only=True, tools=conversation.tools)
+    assert f" · {len(ids)} tokens, {sum(trained)} trained" in text
