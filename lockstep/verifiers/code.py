@@ -151,13 +151,13 @@ def read_tests(value: object, entry_point: object = None) -> Tests:
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             value = json.loads(value, parse_int=_whole)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"they look like JSON and are not: {error}") from error
     given: Any = value
     match given:
         case str():
             return _pieces([given], entry_point)
-        case {"inputs": list() as inputs, "outputs": list() as outputs} if len(inputs) == len(outputs):
+        case {"inputs": list() as inputs, "outputs": list() as outputs} if 0 < len(inputs) == len(outputs):
             function = given.get("fn_name")
             if function:
                 return _calls(
@@ -210,7 +210,7 @@ def _start_of(case: Mapping[str, Any]) -> str:
 def _pieces(pieces: list[str], entry_point: object) -> Pieces:
     try:
         trees = [ast.parse(piece) for piece in pieces]
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last: nested too deep for the parser
         raise ValueError(f"they are not Python: {error}") from error
     nodes = [node for tree in trees for node in ast.walk(tree)]
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in nodes):

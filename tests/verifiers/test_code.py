@@ -269,6 +269,10 @@ def test_a_script_may_print_as_much_as_is_expected() -> None:
         ([{"function": "f", "args": [object()], "expected": 1}], "cannot be sent"),
         ([{"function": "f", "args": [], "expected": "x" * (1 << 23)}], "the most are"),
         ([{"function": "f", "args": [], "kwargs": [1], "expected": 1}], "a test needs function"),
+        ({"inputs": [], "outputs": []}, "there are none"),
+        ({"inputs": [], "outputs": [], "fn_name": "f"}, "there are none"),
+        ("[" * 100_000, "they look like JSON and are not"),
+        ("assert " + "-" * 100_000 + "x", "they are not Python"),
     ],
 )
 def test_values_that_no_test_can_have_are_refused(tests: object, why: str) -> None:
