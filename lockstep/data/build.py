@@ -166,7 +166,7 @@ def split_set(
 
 def _salted(digest: bytes, seed: int) -> bytes:
     """Salt a digest. Seed 0 is the order of `data.split.split`, by which a task holds rows out."""
-    return digest if seed == 0 else hashlib.sha256(seed.to_bytes(8, "big") + digest).digest()
+    return digest if seed == 0 else hashlib.sha256((seed % 2**64).to_bytes(8, "big") + digest).digest()
 
 
 def _sources(loaded: Sequence[Loaded]) -> tuple[Source, ...]:
@@ -217,7 +217,7 @@ def _write_parts(
             if format == "jsonl":
                 _write_jsonl(temporary, prompts, names)
             else:
-                _write_parquet(temporary, prompts, names)
+                _write_parquet(temporary, prompts, names, where=str(path))
         outputs.append(Output(name, _hash(path, path.name), len(prompts), data_hash(prompts)))
     return tuple(outputs)
 
@@ -266,7 +266,7 @@ def _write_jsonl(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
             file.write(json.dumps(record_of(prompt, names, as_text=True), ensure_ascii=False) + "\n")
 
 
-def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
+def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names, *, where: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -276,10 +276,10 @@ def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
         columns = dict.fromkeys(name for record in records for name in record)  # pyarrow takes those of the first row
         table = pa.Table.from_pylist([columns | record for record in records])
         pq.write_table(table, path)
-    except (pa.ArrowException, UnicodeEncodeError) as error:
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"a column has values of several types, which Parquet cannot hold: {reason}",
-            where=str(path),
-            fix="give an output file that ends in .jsonl, which can hold them",
+            f"a column has values that Parquet cannot hold, or of several types: {reason}",
+            where=where,
+            fix="write jsonl, which can hold them: --format jsonl",
         ) from error

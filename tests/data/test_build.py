@@ -56,6 +56,9 @@ def test_a_split_depends_on_questions_and_seed_alone(tmp_path: Path) -> None:
     one, two, three = (questions(tmp_path / name / "test.jsonl") for name in ("one", "two", "three"))
     assert one == two
     assert one != three
+    for seed in (-1, 2**63, 10**30):
+        split_set(forward, PARTS, tmp_path / str(seed), seed)
+        assert questions(tmp_path / str(seed) / "test.jsonl") not in (one, three)
     by_digest = sorted(forward.prompts, key=lambda p: question_digest(p.messages))
     assert one == [p.messages[0]["content"] for p in by_digest[:10]]
     assert one == [p.messages[0]["content"] for p in split(forward.prompts, 10).heldout], "as a task holds rows out"
@@ -109,6 +112,13 @@ def test_parquet_keeps_a_column_that_the_first_row_lacks(tmp_path: Path) -> None
         None,
         "assert f(2)",
     ]
+
+
+def test_a_number_that_parquet_cannot_hold_is_refused(tmp_path: Path) -> None:
+    loaded = a_set(tmp_path / "a.jsonl", [{"prompt": "1?", "answer": "1", "seed": 2**70}])
+    with pytest.raises(DataError, match="a column has values that Parquet cannot hold") as error:
+        build([loaded], tmp_path / "out", "parquet")
+    assert (error.value.where, "--format jsonl" in error.value.fix) == (str(tmp_path / "out" / "train.parquet"), True)
 
 
 def test_an_evaluation_set_that_training_has_is_not_built(tmp_path: Path) -> None:
