@@ -70,11 +70,11 @@ class UserTask(VerifiedTask):
                 where=where,
                 fix=f"return {size} prompts",
             )
-        if len({prompt.id for prompt in prompts}) < size:
-            raise TaskError("two of the prompts have the same id", where=where, fix="give each prompt an id of its own")
         for prompt in prompts:
             _require_text(prompt, where)
             check_sendable(prompt, where)
+        if len({prompt.id for prompt in prompts}) < size:
+            raise TaskError("two of the prompts have the same id", where=where, fix="give each prompt an id of its own")
         return prompts
 
     def _refuse_shared(
@@ -95,7 +95,7 @@ class UserTask(VerifiedTask):
 
 
 def _require_text(prompt: Prompt, where: str) -> None:
-    """Raise TaskError unless the prompt's messages are turns of text and its answer is text; Python checks neither."""
+    """Raise TaskError unless the prompt's id and answer are text and its messages turns of text; Python checks none of these."""
     turns: object = prompt.messages
     if not (isinstance(turns, list | tuple) and turns and all(_is_turn(turn) for turn in turns)):
         raise TaskError(
@@ -103,12 +103,13 @@ def _require_text(prompt: Prompt, where: str) -> None:
             where=where,
             fix='return messages=({"role": "user", "content": "2 * 3 ="},)',
         )
-    if not isinstance(prompt.answer, str):
-        raise TaskError(
-            f"the answer of prompt {prompt.id} is of type {type(prompt.answer).__name__}, not text",
-            where=where,
-            fix="return answer=str(...)",
-        )
+    for name, value in (("id", prompt.id), ("answer", prompt.answer)):
+        if not isinstance(value, str):
+            raise TaskError(
+                f"the {name} of prompt {prompt.id} is of type {type(value).__name__}, not text",
+                where=where,
+                fix=f"return {name}=str(...)",
+            )
 
 
 def _is_turn(turn: object) -> bool:

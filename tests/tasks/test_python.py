@@ -113,6 +113,14 @@ def test_unknown_settings_are_refused(tmp_path):
             "return [Prompt(f'd/{i}', ({'role': 'user', 'content': f'{i} ='},), i, 'd') for i in range(size)]",
             "the answer of prompt d/0 is of type int, not text\n  to fix: return answer=str(...)",
         ),
+        (
+            "return [Prompt(i, ({'role': 'user', 'content': f'{i} ='},), '4', 'd') for i in range(size)]",
+            "the id of prompt 0 is of type int, not text\n  to fix: return id=str(...)",
+        ),
+        (
+            "return [Prompt([i], ({'role': 'user', 'content': f'{i} ='},), '4', 'd') for i in range(size)]",
+            "the id of prompt [0] is of type list, not text",
+        ),
     ],
 )
 def test_what_batch_gives_is_checked(tmp_path, body, message):
