@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     sets += _against(getattr(args, "against", []), sets)
     match args.action:
         case "check":
-            return _check(recipe, sets)
+            return _check(sets)
         case "stats":
             return _stats(recipe, sets, args.limit)
         case "show":
@@ -112,6 +112,7 @@ def _against(sources: list[str], sets: list[DataSet]) -> list[DataSet]:
     from lockstep.data.load import AGAINST
     from lockstep.data.sets import DataSet
 
+    same = all(one.verifier == sets[0].verifier for one in sets)
     found: list[DataSet] = []
     for number, source in enumerate(sources, start=1):
         data = _columns_of_target(_data(source), sets[0].data)
@@ -120,7 +121,8 @@ def _against(sources: list[str], sets: list[DataSet]) -> list[DataSet]:
         name = stem or f"against_{number}"
         while name in {one.name for one in (*sets, *found)}:  # it names the set's file and its rows of the table
             name += f"_{number}"
-        found.append(DataSet(name, "evaluation", f"{AGAINST} {data.source}", data, False))
+        verifier = sets[0].verifier if same else None
+        found.append(DataSet(name, "evaluation", f"{AGAINST} {data.source}", data, False, verifier))
     return found
 
 
@@ -176,7 +178,7 @@ def _parts(value: str) -> list[Part]:
     return parts
 
 
-def _check(recipe: Recipe, sets: list[DataSet]) -> int:
+def _check(sets: list[DataSet]) -> int:
     """Report on every set, whatever is wrong with the others."""
     from lockstep.data import text
     from lockstep.data.sets import load_set, overlaps
@@ -192,7 +194,7 @@ def _check(recipe: Recipe, sets: list[DataSet]) -> int:
             continue
         loaded.append(ready)
         print(text.set_report(ready) + "\n")
-        problems += _references(recipe, ready)
+        problems += _references(ready)
     found = overlaps(loaded)
     if found:
         print(text.overlap_table(found) + "\n")
@@ -203,16 +205,15 @@ def _check(recipe: Recipe, sets: list[DataSet]) -> int:
     return DataError.exit_code if problems else 0
 
 
-def _references(recipe: Recipe, ready: Loaded) -> list[str]:
-    """Return whether the recipe's verifier can grade the answers; conversations have none to grade."""
+def _references(ready: Loaded) -> list[str]:
+    """Return why the set's verifier cannot grade the answers; conversations have none."""
     from lockstep.tasks.base import check_references
     from lockstep.verifiers.build import build_verifier
 
-    settings = getattr(recipe.task, "verifier", None)
-    if ready.set.chats or settings is None or recipe.task.kind != "file":
+    if ready.set.verifier is None:
         return []
     try:
-        check_references(build_verifier(settings), ready.prompts, f"{ready.set.where} = {ready.rows.origin}")
+        check_references(build_verifier(ready.set.verifier), ready.prompts, f"{ready.set.where} = {ready.rows.origin}")
     except LockstepError as error:
         return [str(error)]
     return []

@@ -9,7 +9,7 @@ from typing import Literal
 from lockstep.config.data import Data
 from lockstep.config.schema import FileTask, Recipe
 from lockstep.config.section import Section
-from lockstep.config.verifier import reads_rows
+from lockstep.config.verifier import Verifier, reads_rows
 from lockstep.data.load import Conversation, Rows, open_rows
 from lockstep.data.overlap import Overlap, measure
 from lockstep.errors import ConfigError
@@ -28,8 +28,13 @@ class DataSet:
     data: Data
     chats: bool
     """Rows are conversations to learn from (sft), not questions with answers."""
-    whole: bool = False
-    """The task's grader reads whole rows."""
+    verifier: Verifier | None = None
+    """Grades replies to its questions."""
+
+    @property
+    def whole(self) -> bool:
+        """True if its grader reads whole rows."""
+        return self.verifier is not None and reads_rows(self.verifier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,9 @@ def sets_of(recipe: Recipe) -> tuple[DataSet, ...]:
 
 def _of_task(task: FileTask, at: str, *, several: bool) -> Iterator[DataSet]:
     place = at.removeprefix("task.").replace(".", "_") + "_" if several else ""
-    whole = reads_rows(task.verifier)
-    yield DataSet(f"{place}train", "train", f"{at}.data", task.data, False, whole)
+    yield DataSet(f"{place}train", "train", f"{at}.data", task.data, False, task.verifier)
     for role, data in task.heldout.items():
-        yield DataSet(f"{place}{role}", "evaluation", f"{at}.heldout.{role}", data, False, whole)
+        yield DataSet(f"{place}{role}", "evaluation", f"{at}.heldout.{role}", data, False, task.verifier)
 
 
 def _file_tasks(section: object, at: str) -> Iterator[tuple[str, FileTask]]:

@@ -57,6 +57,22 @@ def test_check_of_a_source_against_others(tmp_path: Path, told: Told) -> None:
     assert "the verifier cannot grade 1 of 1 questions" in text
 
 
+def test_check_tries_the_verifier_of_every_task_that_reads_rows(tmp_path: Path, told: Told) -> None:
+    words = jsonl(tmp_path / "words.jsonl", [{"prompt": "Capital?", "answer": "Paris"}])
+    numbers = jsonl(tmp_path / "numbers.jsonl", sums(3))
+    file = "{kind: file, data: %s, verifier: %s}"
+    tools = f"task: {{kind: tools, questions: {file % (words, '{kind: numeric}')}, tools: [{{path: calculator}}]}}"
+    code, text = told("data", "check", recipe(tmp_path, Path("unused"), tools))
+    assert code == 4, text
+    assert "problem: task.questions.data" in text
+    mixed = "task: {kind: mixed, tasks: {a: {task: %s}, b: {task: %s}}}"
+    for verifier, due in (("text", 0), ("numeric", 4)):
+        tasks = (file % (numbers, "{kind: numeric}"), file % (words, f"{{kind: {verifier}}}"))
+        code, text = told("data", "check", recipe(tmp_path, Path("unused"), mixed % tasks))
+        assert code == due, text
+        assert ("the verifier cannot grade 1 of 1 questions" in text) == (due == 4)
+
+
 def test_against_takes_columns(tmp_path: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", [{"q": f"{n} + 1?", "answer": f"n #### {n + 1}"} for n in range(9)])
     same = jsonl(tmp_path / "same.jsonl", [{"q": "1 + 1?", "answer": "n #### 2"}])
