@@ -40,7 +40,7 @@ class Judge:
     """Settings: config.schema.JudgeVerifier. Verdicts are kept, and asked for once: see keep_in."""
 
     def __init__(self, settings: schema.JudgeVerifier, rule: Verifier | None) -> None:
-        """Raises TaskError if the environment variable with the key is not set."""
+        """Raises TaskError if the environment variable with the key is not set, or holds no key."""
         self.settings, self.rule = settings, rule
         key = None if settings.key_env is None else os.environ.get(settings.key_env, "").strip()
         if key == "":
@@ -48,6 +48,12 @@ class Judge:
                 f"the environment variable {settings.key_env} is not set",
                 where="verifier judge, key_env",
                 fix=f"export {settings.key_env}=KEY, or leave task.verifier.key_env out if the endpoint needs no key",
+            )
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise TaskError(
+                f"the environment variable {settings.key_env} holds a character that an HTTP header cannot have",
+                where="verifier judge, key_env",
+                fix="export the key again, without typographic quotes, line breaks or accents",
             )
         self.workers = settings.workers
         self._endpoint = ChatEndpoint(

@@ -292,6 +292,11 @@ def test_the_key_goes_to_the_endpoint_and_nowhere_else(
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(TaskError, match="JUDGE_KEY is not set"):
         server.judge(key_env="JUDGE_KEY")
+    for wrong in (f"“{KEY}”", f"{KEY}\nEXPORT", f"{KEY}é"):
+        monkeypatch.setenv("JUDGE_KEY", wrong)
+        with pytest.raises(TaskError, match="JUDGE_KEY holds a character") as refused:
+            server.judge(key_env="JUDGE_KEY")
+        assert KEY not in str(refused.value)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     judge = server.judge(key_env="JUDGE_KEY")
     keep_in(judge, tmp_path)
