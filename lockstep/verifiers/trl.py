@@ -61,8 +61,9 @@ class Log:
         self._columns: dict[str, list[Any]] = {}
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keep a number of the whole call; several under one name are averaged."""
-        self._single.setdefault(metric_name(name), []).append(float(value))
+        """Keep a number of the whole call; several under one name are averaged, and NaN and infinity are left out."""
+        if (number := as_number(float(value))) is not None:
+            self._single.setdefault(metric_name(name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Keep a column with a value for each reply; only numbers become metrics."""

@@ -77,6 +77,11 @@ def test_none_is_not_applicable_and_counted_never_0():
     assert (grade.reward, grade.error, grade.metrics) == (None, NONE_APPLIES, {"not_applicable": 2.0})
 
 
+def test_a_metric_that_is_not_finite_is_left_out():
+    (grade,) = grade_replies(rewards("ratio"), PROMPT, replies("7"))
+    assert grade.metrics == {"correct": 1.0, "not_applicable": 0.0, "share": 2.0}
+
+
 def test_async_functions_run_at_the_same_time():
     grader = rewards("slow_judge", "slow_judge", "slow_judge")
     scores(grader, "a")

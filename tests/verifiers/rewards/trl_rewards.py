@@ -37,6 +37,14 @@ def math_only(prompts, completions, task, log_metric=None, **kwargs):
     return [float("7" in c[0]["content"]) if one == "math" else None for c, one in zip(completions, task, strict=True)]
 
 
+def ratio(completions, log_metric, **kwargs):
+    """A share of nothing."""
+    for value in (float("nan"), 2.0):
+        log_metric("share", value)
+    log_metric("undefined", float("inf"))
+    return [1.0] * len(completions)
+
+
 def coding_only(prompts, completions, task, log_extra=None, **kwargs):
     if log_extra:
         log_extra("length", [len(c[0]["content"]) for c in completions])
