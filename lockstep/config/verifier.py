@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.section import CodePath, Json, Section
 
@@ -283,6 +284,12 @@ class JudgeVerifier(Section):
     """Longest answer of the judge."""
     workers: int = Field(default=8, ge=1, le=256)
     """Requests under way at once."""
+
+    @field_validator("url")
+    @classmethod
+    def _can_be_asked(cls, url: str) -> str:
+        _ = urlsplit(url).port  # raises ValueError for a port above 65535, or a host that is none
+        return url
 
 
 _Plain: TypeAlias = _Rules | TrlVerifier | VerlVerifier | RubricVerifier | JudgeVerifier

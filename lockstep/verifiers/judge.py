@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, keep_in, shown, unscored
+from lockstep.verifiers.base import Verifier, keep_in, notes_of, shown, unscored
 from lockstep.verifiers.endpoint import ChatEndpoint, Refused, Unanswered
 from lockstep.verifiers.extract import final_span
 
@@ -62,6 +62,7 @@ class Judge:
         self._verdicts = Verdicts()
         self.notes = (
             f"replies are judged by {settings.model} at {settings.url}, prompt {prompt_hash(settings)}, {_today()}",
+            *notes_of(rule),
         )
 
     def keep_in(self, folder: Path) -> None:

@@ -21,7 +21,7 @@ from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.evaluation.plan import verifier_label
 from lockstep.types import Prompt
-from lockstep.verifiers.base import CANCEL, keep_in
+from lockstep.verifiers.base import CANCEL, keep_in, notes_of
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.endpoint import _retry_after
 from lockstep.verifiers.judge import Judge, Verdicts, holds_verdict, objects, read_verdict
@@ -217,6 +217,18 @@ def test_with_a_rule_the_judge_only_adds_to_right_replies(server: Server) -> Non
 def test_a_share_of_all_would_let_a_wrong_reply_outrank_a_right_one() -> None:
     with pytest.raises(ValidationError, match="less than 1"):
         schema.JudgeVerifier(url="http://localhost/v1", model="m", weight=1)
+
+
+@pytest.mark.parametrize("url", ["http://localhost:80000/v1", "http://[localhost/v1"])
+def test_an_address_that_no_request_can_have_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError, match="url"):
+        schema.JudgeVerifier(url=url, model="m")
+
+
+def test_the_notes_of_the_rule_are_shown() -> None:
+    code = {"kind": "code", "isolation": "best_effort", "workers": 1}
+    judge = schema.JudgeVerifier.model_validate({"url": "http://localhost/v1", "model": "m", "rule": code})
+    assert any("programs run in a sandbox" in note for note in notes_of(build_verifier(judge)))
 
 
 def test_verdicts_are_kept_and_asked_for_once(server: Server, tmp_path: Path) -> None:
