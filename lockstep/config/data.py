@@ -115,12 +115,18 @@ class NotIn(_Filter):
     """Drop rows whose question is in other data sets."""
 
     kind: Literal["not_in"] = "not_in"
-    sources: list[str] = Field(min_length=1)
+    sources: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
     """Sources in the form of data.source; their columns are those of their presets, else prompt and answer."""
     preset: PresetName | None = None
     """Columns of local sources."""
     match: Match = "normalised"
     """ngram: they share 13 words in a row."""
+
+    @model_validator(mode="after")
+    def _sources_have_a_form(self) -> Self:
+        if wrong := next(filter(None, map(wrong_form, self.sources)), ""):
+            raise ValueError(wrong)
+        return self
 
 
 class PythonFilter(_Filter):

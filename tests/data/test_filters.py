@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from lockstep.config.data import FILTERS, Data
 from lockstep.config.section import meanings
@@ -101,6 +102,13 @@ def test_not_in_other_data(tmp_path: Path) -> None:
     assert kept(tmp_path, rows, {**other, "match": "exact"}) == [2, 3, 4, 5]
     assert kept(tmp_path, rows, other) == [3, 4, 5]
     assert kept(tmp_path, rows, {**other, "match": "ngram"}) == [4, 5], "twelve words in a row are not thirteen"
+    for wrong, why in (
+        ("", "at least 1 character"),
+        ("own.py", "write own.py:NAME"),
+        ("https://a.b/c", "only hub ids"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            Data.model_validate({"source": "a.jsonl", "filters": [{"kind": "not_in", "sources": [wrong]}]})
 
 
 def test_a_function_of_ones_own(tmp_path: Path) -> None:
