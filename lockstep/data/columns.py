@@ -262,20 +262,23 @@ def _turns(values: Mapping[str, object], column: str) -> tuple[Message, ...]:
 def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict) or not {"role", "content"} <= set(value) <= FIELDS:
         raise BadRow(f"{place} must have role and content, and of OpenAI's other fields only {', '.join(CALLS)}")
-    role, content = value["role"], value["content"]
-    if calls := value.get("tool_calls"):
-        content = "\n".join([*([content] if content else []), *_calls(calls, place)])
+    role, calls = value["role"], value.get("tool_calls")
+    content = "" if calls and value["content"] is None else value["content"]
     if role not in ROLES:
         raise BadRow(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}")
     if not isinstance(content, str):
         raise BadRow(f"{place}.content must be text, this is {kind_of(content)}")
+    if calls:
+        content = "\n".join([*([content] if content else []), *_calls(calls, place)])
     return Message(role=role, content=_text(content, f"{place}.content"))
 
 
 def _calls(calls: object, place: str) -> list[str]:
     """Return calls as text, in the form in which most templates write them and `with_tools` asks for them."""
+    if not isinstance(calls, list):
+        raise BadRow(f"{place}.tool_calls must be a list, this is {kind_of(calls)}")
     found = []
-    for number, call in enumerate(calls if isinstance(calls, list) else []):
+    for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow(f"{place}.tool_calls[{number}] has no function with a name")

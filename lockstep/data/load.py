@@ -243,6 +243,8 @@ class Rows:
                 if table
                 else "save the file as UTF-8 with one JSON object a line, each key once"
             )
+        elif tally.bad == tally.read and self.data.messages is not None:
+            fix = f"correct these rows, or set the column of the conversation: {self._with(messages='COLUMN')}"
         elif tally.bad == tally.read:
             fix = f"set the columns of the question and the answer: {self._with(prompt='COLUMN', answer='COLUMN')}"
         return DataError(

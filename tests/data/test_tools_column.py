@@ -86,12 +86,18 @@ def test_calls_and_results_of_a_chat_are_turns(tmp_path: Path) -> None:
             {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
             "is not JSON",
         ),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "so"}], "tool_calls": [CALL]},
+            r"messages\[1\].content must be text, this is a list",
+        ),
+        ({"role": "assistant", "content": "so", "tool_calls": CALL}, "tool_calls must be a list, this is an object"),
     ],
 )
 def test_a_broken_call_is_a_bad_row(tmp_path: Path, turn: dict[str, object], told: str) -> None:
     path = rows(tmp_path / "a.jsonl", {"messages": [CHAT[0], turn, CHAT[3]]})
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=told) as error:
         list(open_rows(Data(source=str(path), messages="messages"), where="data").conversations())
+    assert error.value.fix.endswith("data.messages=COLUMN")
 
 
 def test_tools_are_rendered_with_a_chat_that_is_learnt(tiny_model_dir: Path) -> None:
