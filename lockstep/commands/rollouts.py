@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.commands.eval import positive
 from lockstep.config.load import load
 from lockstep.errors import RunDirectoryError
-from lockstep.track.text import one_line, reading_line, visible
+from lockstep.track.text import block, one_line, reading_line
 from lockstep.types import spans
 
 if TYPE_CHECKING:
@@ -146,8 +145,3 @@ def summary(
     shown = min(len(wanted), args.limit)
     of = f" of {len(wanted)} {args.only}" if args.only else f" of {len(rows)}"
     return f"step {step}: {len(rows)} replies, {counted([row.right for row in rows])}; shown {shown}{of}"
-
-
-def block(title: str, content: str) -> str:
-    """Return a text of unknown origin, indented under its title."""
-    return f"   {one_line(title, 30)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)

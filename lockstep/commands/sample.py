@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.commands.eval import add_target_arguments, one_target, positive
-from lockstep.commands.rollouts import add_seen, block, counted, framing_note, word
+from lockstep.commands.rollouts import add_seen, counted, framing_note, word
 from lockstep.errors import EvaluationError, TaskError
-from lockstep.track.text import one_line, reading_line
+from lockstep.track.text import block, one_line, reading_line
 
 if TYPE_CHECKING:
     from lockstep.scoring.targets import Target

@@ -73,7 +73,7 @@ def locate(data: Data, where: str) -> Located:
                 fix=f"give a file that ends in {_or(FILE_SUFFIXES)}",
             )
         return Located(path.stem, text, (path,), (text,), data=data)
-    filled = completed(data, folder_exists=False)
+    filled = completed(data)
     in_folder = bool(path.suffix) and path.parent != Path() and path.parent.is_dir()
     looks_local = text.startswith((".", "/", "~")) or text.lower().endswith(FILE_SUFFIXES)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", filled.source) and not looks_local and not in_folder:

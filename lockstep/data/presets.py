@@ -129,7 +129,7 @@ _BY_HUB_ID = {
 
 
 def preset_of(data: Data) -> Preset | None:
-    """Return the preset that is named, or that of the hub id; None if the recipe names the columns itself."""
+    """Return the preset that is named, or that of the hub id; None if that is no known one."""
     if data.preset is not None:
         return PRESETS[data.preset]
     named = next((preset for name, preset in PRESETS.items() if name == data.source), None)
@@ -142,15 +142,10 @@ def limited(data: Data) -> Data:
     return data if preset is None or data.max_rows else data.model_copy(update={"max_rows": preset.max_rows})
 
 
-def completed(data: Data, *, folder_exists: bool) -> Data:
-    """Return `data` with its preset's hub id, subset and split in place of the preset's name.
-
-    With a local source a preset gives only columns and answer format.
-    """
+def completed(data: Data) -> Data:
+    """Return `data`, whose source is not local, with its preset's hub id, subset and split in place of the preset's name."""
     preset = preset_of(data)
-    if preset is None or folder_exists:
-        return data
-    if data.source != preset.name and data.source.lower() != preset.source.lower():
+    if preset is None or (data.source != preset.name and data.source.lower() != preset.source.lower()):
         return data
     changes = {"source": preset.source, "subset": data.subset or preset.subset, "split": data.split or preset.split}
     return data.model_copy(update={**changes, "preset": preset.name})

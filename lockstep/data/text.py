@@ -13,7 +13,7 @@ from lockstep.config.data import FILTERS
 from lockstep.config.section import meanings
 from lockstep.config.text import to_line
 from lockstep.data.columns import tools_of
-from lockstep.track.text import one_line, plain_table, visible
+from lockstep.track.text import block, one_line, plain_table, visible
 
 if TYPE_CHECKING:
     from lockstep.chat.chat import ChatFormat
@@ -92,15 +92,15 @@ def lengths_text(found: Lengths, counts: Repeats, limit: int | None, model: str)
 
 def question(row: Row, prompt: Prompt) -> str:
     """Return a row as it is asked, with its answer."""
-    lines = [_head(row), *(_block(turn["role"], turn["content"]) for turn in prompt.messages)]
-    lines.append(_block("answer", prompt.answer))
+    lines = [_head(row), *(block(turn["role"], turn["content"]) for turn in prompt.messages)]
+    lines.append(block("answer", prompt.answer))
     lines += [f"   {one_line(name, 20)} = {one_line(repr(value), 80)}" for name, value in prompt.data.items()]
     return "\n".join(lines)
 
 
 def conversation(row: Row, turns: Sequence[Message]) -> str:
     """Return a row as a chat."""
-    return "\n".join([_head(row), *(_block(turn["role"], turn["content"]) for turn in turns)])
+    return "\n".join([_head(row), *(block(turn["role"], turn["content"]) for turn in turns)])
 
 
 def masked(row: Row, turns: Sequence[Message], chat: ChatFormat, *, last_only: bool) -> str:
@@ -183,7 +183,3 @@ def _default(value: object) -> str:
 
 def _head(row: Row) -> str:
     return f"── row {row.number} · {one_line(row.file.name, 60)}:{row.place}"
-
-
-def _block(title: str, content: str) -> str:
-    return f"   {one_line(title, 20)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)

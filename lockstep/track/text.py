@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -14,6 +15,11 @@ def one_line(text: str, width: int = 0) -> str:
     """`visible` on one line, newlines as ⏎; cut to `width` characters with … if that is above 0."""
     shown = visible(text).replace("\t", " ").replace("\n", "⏎")
     return shown[: width - 1] + "…" if 0 < width < len(shown) else shown
+
+
+def block(title: str, content: str) -> str:
+    """Return a text of unknown origin, indented under its title."""
+    return f"   {one_line(title, 30)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)
 
 
 def reading_line(extracted: str | None, method: str, answer: str) -> str:

@@ -92,7 +92,7 @@ def test_45_problems_of_levels_4_and_5(tmp_path: Path) -> None:
     (stage,) = rows.reading.stages
     assert (stage.name, stage.before - stage.dropped) == ("levels_4_and_5", 45)
     assert len(rows_of(tmp_path, "math-l45", items, max_rows=100).prompts()) == 100
-    named = completed(Data(source="math-l45"), folder_exists=False)
+    named = completed(Data(source="math-l45"))
     assert (named.source, named.split) == ("HuggingFaceH4/MATH-500", "test")
     whole = rows_of(tmp_path, "math", [items[0] | {"solution": r"\boxed{1}"}]).prompts()
     assert (len(whole), preset_of(Data(source="HuggingFaceH4/MATH-500"))) == (1, PRESETS["math"])
@@ -120,7 +120,7 @@ def test_settings_win_over_the_preset(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if not preset.by_name])
 def test_a_presets_name_and_its_hub_id_mean_the_same(name: str) -> None:
     preset = PRESETS[name]  # type: ignore[index]
-    by_name, by_id = (completed(Data(source=text), folder_exists=False) for text in (name, preset.source))
+    by_name, by_id = (completed(Data(source=text)) for text in (name, preset.source))
     assert by_name == by_id
     assert (by_name.source, by_name.subset, by_name.split) == (preset.source, preset.subset, "train")
-    assert completed(Data(source=name, split="test"), folder_exists=False).split == "test"
+    assert completed(Data(source=name, split="test")).split == "test"
