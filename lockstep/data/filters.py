@@ -348,7 +348,7 @@ def _own(settings: PythonFilter) -> Keep:
     def keep(row: Row) -> bool:
         try:
             verdict = function(dict(row.values or {}))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 f"the filter function failed at row {row.number}: {describe(error, file)}",
                 where=settings.path,

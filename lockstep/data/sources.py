@@ -77,9 +77,11 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
                 yield Row(number, None, f"a mapping of columns is expected, this is {kind_of(values)}", file, number)
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(
-            f"the generator failed after row {number}: {describe(error, file)}", where=spec, fix="correct the generator"
+            f"the generator failed after row {number}: {describe(error, file)}",
+            where=spec,
+            fix="correct the generator, or the settings that are its arguments",
         ) from error
 
 

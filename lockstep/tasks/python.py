@@ -53,7 +53,7 @@ class UserTask(VerifiedTask):
             prompts = tuple(call())
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TaskError(
                 f"the task's method failed: {describe(error, self._file)}", where=where, fix="correct the method"
             ) from error

@@ -159,7 +159,7 @@ def make_object(
     """Return an object of the class at `spec`. Raises TaskError if it cannot be made with these settings of a task."""
     try:
         return made(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = describe(error, Path(spec.rpartition(":")[0]).expanduser())
         raise TaskError(f"the call with the settings {dict(arguments)} failed: {why}", where=spec, fix=fix) from error
 

@@ -116,6 +116,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
         "def even(row):\n    return row['answer'] % 2 == 0\n"
         "def wrong(row):\n    return 'yes'\n"
         "def fails(row):\n    return row['x']\n"
+        "def exits(row):\n    raise SystemExit(0)\n"
     )
     rows = answers(0, 1, 2)
     assert kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:even"}) == [1, 3]
@@ -123,6 +124,8 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:wrong"})
     with pytest.raises(DataError, match=r"the filter function failed at row 1: KeyError: 'x' \(.*own.py:6\)"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:fails"})
+    with pytest.raises(DataError, match="the filter function failed at row 1: SystemExit"):
+        kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:exits"})
     with pytest.raises(LockstepError, match="did you mean even"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:evn"})
 

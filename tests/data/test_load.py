@@ -110,6 +110,7 @@ def test_a_generator(tmp_path: Path) -> None:
         "def broken():\n    yield {'prompt': 'a', 'answer': 1}\n    raise KeyError('x')\n"
         "def strange():\n    yield 3\n"
         "three = 3\n"
+        "def exits():\n    yield {'prompt': 'a', 'answer': 1}\n    raise SystemExit(0)\n"
     )
     rows = opened(f"{tmp_path}/own.py:numbers", settings={"top": 10, "step": 5})
     assert [(p.id, p.answer) for p in rows.prompts()] == [("own/1", "0"), ("own/2", "5")]
@@ -118,6 +119,7 @@ def test_a_generator(tmp_path: Path) -> None:
     impure.prompts()
     assert "the generator gave different rows when it was read a second time" in refusal(impure)
     assert "the generator failed after row 1: KeyError" in refusal(opened(f"{tmp_path}/own.py:broken"))
+    assert "the generator failed after row 1: SystemExit" in refusal(opened(f"{tmp_path}/own.py:exits"))
     assert "own.py:1: a mapping of columns is expected, this is a number" in refusal(
         opened(f"{tmp_path}/own.py:strange")
     )

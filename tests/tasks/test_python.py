@@ -77,6 +77,11 @@ def test_the_settings_win_over_the_runs_seed(tmp_path):
             "raise ValueError('no')",
             "the call with the settings {'seed': 0} failed: ValueError: no",
         ),
+        (
+            "self.top, self.seed = top, seed",
+            "raise SystemExit(0)",
+            "the call with the settings {'seed': 0} failed: SystemExit: 0",
+        ),
         ("class Doubling:", "def Doubling():", "the path names an object of type function, not a class"),
     ],
 )
@@ -98,6 +103,7 @@ def test_unknown_settings_are_refused(tmp_path):
         ("return [self.ask(0)] * size", "two of the prompts have the same id"),
         ("return [self.ask(0)]", "the task returned 1 prompts, but 3 were requested\n  to fix: return 3 prompts"),
         ("return ['2 * 2 ='] * size", "the task returned an object of type str"),
+        ("raise SystemExit(0)", "the task's method failed: SystemExit: 0"),
         ("return None", "TypeError: 'NoneType' object is not iterable"),
         ("return [self.ask(i / 0) for i in range(size)]", "ZeroDivisionError: division by zero ({file}:14)"),
         ("yield self.ask(1)\n        raise KeyError('gone')", "KeyError: 'gone'"),
