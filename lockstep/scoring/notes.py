@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lockstep.errors import EvaluationError
+from lockstep.errors import EvaluationError, RunDirectoryError
 from lockstep.evaluation.collect import base_and_last, records_of
 from lockstep.evaluation.table import row_of, table_lines
 from lockstep.track.files import read_plain, write_atomic
@@ -26,7 +26,10 @@ TROUBLE = ("warning", "health")
 
 
 def write_note(run: RunDirectory) -> Path:
-    """Add the run's entry to NOTES.md beside it, or fill it in again: text outside of the markers is yours and stays."""
+    """Add the run's entry to NOTES.md beside it, or fill it in again: text outside of the markers is yours and stays.
+
+    Raises RunDirectoryError if that file is not UTF-8.
+    """
     path = run.path.parent / FILE
     begin, end = f"<!-- {run.name}: filled in -->", f"<!-- {run.name}: yours below -->"
     block = "\n".join([begin, *entry(run), end])
@@ -34,6 +37,10 @@ def write_note(run: RunDirectory) -> Path:
         text = read_plain(path).decode()
     except FileNotFoundError:
         text = "# Notes\n"
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(
+            f"the notes are not UTF-8 at byte {error.start}", where=str(path), fix="save the file as UTF-8"
+        ) from error
     filled = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if filled.search(text):
         text = filled.sub(lambda _: block, text, count=1)

@@ -140,6 +140,13 @@ def test_a_note_is_filled_in_again_and_leaves_your_text(runs: Path, capsys: pyte
     assert again.count("x-y") == 1  # plain's entry alone is as it was
 
 
+def test_notes_that_are_not_utf_8_are_refused_and_stay(runs: Path, capsys: pytest.CaptureFixture[str]):
+    (runs / "NOTES.md").write_bytes(own := "# Notes of a café\n".encode("latin-1"))
+    assert cli.main(["runs", "note", "plain", "--dir", str(runs)]) == 6
+    assert "the notes are not UTF-8 at byte 16" in capsys.readouterr().err
+    assert (runs / "NOTES.md").read_bytes() == own
+
+
 def test_wrong_uses_are_told(runs: Path, capsys: pytest.CaptureFixture[str]):
     for words in (["tag", "plain"], ["archive"], ["note"], ["list", "plain"]):
         assert cli.main(["runs", *words, "--dir", str(runs)]) == 2
