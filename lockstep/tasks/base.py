@@ -312,5 +312,7 @@ def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:
     raise TaskError(
         f"the task has no held-out questions for {role}; its roles are: {names}",
         where=where,
-        fix="evaluate on one of its roles",
+        fix="evaluate on one of its roles"
+        if has
+        else "set task.heldout_rows above 0 or give rows in task.heldout, or eval.enabled=false",
     )

@@ -97,7 +97,7 @@ def test_too_few_rows_are_errors(tmp_path):
         task.batch(0, 41)
     with pytest.raises(TaskError, match="no held-out questions for sanity; its roles are: id_probe"):
         task.heldout("sanity", 1)
-    with pytest.raises(TaskError, match="no held-out questions for id_probe; its roles are: none"):
+    with pytest.raises(TaskError, match=r"for id_probe; its roles are: none\n  to fix: set task.heldout_rows above 0"):
         build(path, heldout_rows=0).heldout("id_probe", 1)
 
 
