@@ -284,14 +284,13 @@ def _answer(row: Row, columns: Columns) -> str | None:
 
 def _gradable(settings: Gradable, columns: Columns) -> Keep:
     verifier = build_verifier(settings.verifier)
-    exact = settings.verifier.kind not in ("python", "trl", "verl")
 
     def keep(row: Row) -> bool:
         answer = _answer(row, columns)
         if answer is None:
             return False
         prompt = Prompt(f"row {row.number}", question_of(row.values or {}, columns), answer, data=row.values or {})
-        return not self_test(verifier, prompt, exact=exact)
+        return not self_test(verifier, prompt)
 
     return keep
 

@@ -216,7 +216,7 @@ class VerifiedTask(BuiltTask):
         return grade_replies(self.verifier, prompt, replies)
 
     def problems(self, prompt: Prompt) -> list[str]:
-        return self_test(self.verifier, prompt, exact=not isinstance(self.verifier, UserGrader), mutations=True)
+        return self_test(self.verifier, prompt, mutations=True)
 
     def garbage(self, prompt: Prompt) -> str:
         return scored_garbage(self.verifier, prompt)
@@ -266,7 +266,7 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     for index in tried:
         asked += 1
         often = not slow or index in mutated  # worker processes only grade the rest of the references
-        problems = self_test(verifier, prompts[index], exact=not own, garbage=own or often, mutations=index in mutated)
+        problems = self_test(verifier, prompts[index], garbage=own or often, mutations=index in mutated)
         if problems:
             found.append(problems)
         if few and len(found) == _SHOWN:  # each may have waited for its timeout, or for a judge

@@ -20,14 +20,15 @@ GARBAGE = ("qwerty uiop", "\\boxed{@#!}", "\\boxed{")
 
 
 def self_test(
-    verifier: Verifier, prompt: Prompt, *, exact: bool = True, garbage: bool = True, mutations: bool = False
+    verifier: Verifier, prompt: Prompt, *, exact: bool | None = None, garbage: bool = True, mutations: bool = False
 ) -> list[str]:
     """Return the problems found with this prompt: a right reply must score 1; an empty one and `garbage` 0; wrong
     answers made from the reference (`mutations`) 0.
 
-    With `exact=False` the probes only have to be scored: a user-defined grader may give any reward.
+    With `exact=False`, the default for a grader of the user's, which may give any reward, the probes only have to be scored.
     Example of a problem: "chain_sum/3f9a…: the reference '4 + 3' in a box scores 0.0, not 1"
     """
+    exact = not isinstance(verifier, UserGrader) if exact is None else exact
     probes: list[tuple[str, str, float]] = []
     if (right := right_reply(verifier, prompt)) is not None:
         where = "in a box" if "\\boxed" in right else "as it is to be written"

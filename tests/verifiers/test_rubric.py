@@ -31,7 +31,7 @@ settings, replies = json.loads(sys.argv[1])
 grader = build_verifier(schema.RubricVerifier.model_validate({"workers": 1, **settings}))
 prompt = Prompt("t/1", ({"role": "user", "content": "4 + 3 ="},), "7", "t", {"info": '{"level": 3}'})
 grades = grade_replies(grader, prompt, [ReplyText.probe(reply) for reply in replies])
-tested = self_test(grader, prompt, exact=False) + oddities(grader, prompt) if len(sys.argv) > 2 else []
+tested = self_test(grader, prompt) + oddities(grader, prompt) if len(sys.argv) > 2 else []
 print(json.dumps([[[grade.reward, grade.error, dict(grade.metrics)] for grade in grades], tested]))
 """
 
