@@ -157,8 +157,8 @@ def _smoke(recipe: Recipe, args: argparse.Namespace) -> Check:
     from pathlib import Path
 
     from lockstep.doctor.check import Check
-    from lockstep.doctor.machine import existing
     from lockstep.loops.start import start_run
+    from lockstep.track.files import existing
     from lockstep.track.writer import read_metrics
 
     with tempfile.TemporaryDirectory(dir=existing(Path(recipe.runs_dir)), prefix=".lockstep-smoke-") as folder:
