@@ -18,6 +18,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -44,33 +45,38 @@ def questions(steps: int) -> list[str]:
 
 
 # --- our arm --------------------------------------------------------------------------------------------------------
+class Fixed:
+    """The questions in their order; the reward is of the text."""
+
+    name, notes = "fixed", ()
+
+    def __init__(self, steps: int) -> None:
+        self._asked = questions(steps)
+
+    def batch(self, step: int, size: int) -> list[Any]:
+        from lockstep.types import Prompt
+
+        rows = range(step * size, step * size + size)
+        return [Prompt(f"q{i}", ({"role": "user", "content": self._asked[i]},), "") for i in rows]
+
+    def heldout(self, role: str, size: int) -> list[Any]:
+        return []
+
+    def grade(self, prompt: Any, reply: str) -> Any:
+        from lockstep.types import Grade
+
+        return Grade(reward(reply))
+
+
 def ours(steps: int, model: str) -> dict[str, Any]:
-    from lockstep.build.build import build_parts
-    from lockstep.config.load import load
-    from lockstep.loops.rl import improve
-    from lockstep.loops.rollouts import grade_groups, sample_groups
-    from lockstep.run.logger import Clock
-    from lockstep.types import Grade, Prompt
+    import lockstep
+    from lockstep.track.rollouts import read_rollouts
+    from lockstep.track.rundir import RunDirectory
+    from lockstep.track.writer import read_metrics
 
-    asked = questions(steps)
-
-    class Fixed:
-        name, notes = "fixed", ()
-
-        def batch(self, step: int, size: int) -> list[Prompt]:
-            first = step * PROMPTS
-            return [
-                Prompt(f"q{i}", ({"role": "user", "content": asked[i]},), "") for i in range(first, first + PROMPTS)
-            ]
-
-        def heldout(self, role: str, size: int) -> list[Prompt]:
-            return []
-
-        def grade(self, prompt: Prompt, reply: str) -> Grade:
-            return Grade(reward(reply))
-
-    recipe = load(
-        [
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            f"runs_dir={folder}",
             f"model={{path: {model}, dtype: bf16}}",
             f"adapter={{kind: lora, rank: {RANK}, alpha: {ALPHA}}}",
             f"prompts_per_step={PROMPTS}",
@@ -81,35 +87,27 @@ def ours(steps: int, model: str) -> dict[str, Any]:
             "algorithm.aggregation=token-mean",
             "update={drop_zero_advantage: false, tokens_per_microbatch: 16384}",
             json.dumps(SUFFIX).join(["chat={suffix: ", "}"]),
-            "task={kind: reasoning_gym}",
+            f"task={{kind: python, path: {Path(__file__).resolve()}:Fixed, settings: {{steps: {steps}}}}}",
+            "eval.enabled=false",
+            "save.every=1000",
             "device=cpu",
         ]
-    )
-    parts = build_parts(recipe, Fixed())
-    parts.sync.push(parts.learner, parts.engine)
-    rows = []
-    for step in range(steps):
-        start, clock = time.perf_counter(), Clock()
-        prompts = parts.task.batch(step, PROMPTS)
-        with clock("rollout"):
-            done = sample_groups(parts.engine, parts.policy.chat, prompts, recipe, step, parts.learner.version)
-        groups = grade_groups(parts.task, parts.policy.chat, prompts, done)
-        with clock("update"):
-            _, metrics = improve(parts, recipe, groups, step)
-        with clock("sync"):
-            parts.sync.push(parts.learner, parts.engine)
-        rows.append(
-            {
-                "step": time.perf_counter() - start,
-                "generate": clock.seconds["time/rollout"],
-                "train": clock.seconds["time/update"],
-                "sync": clock.seconds["time/sync"],
-                "generated": sum(len(r.ids) for g in groups for r in g.rollouts),
-                "trained": metrics["batch/tokens_trained"],
-                "prompt": len(groups[0].rollouts[0].prompt_ids),
-                "gradient": metrics["grad/norm"],
-            }
-        )
+        run = RunDirectory.open(Path(lockstep.train(*words)))
+        prompt = len(read_rollouts(run, 1)[0].prompt_ids)
+        found = [row.metrics for row in read_metrics(run)]
+    rows = [
+        {
+            "step": row["time/step"],
+            "generate": row["time/rollout"],
+            "train": row["time/update"],
+            "sync": row["sync/seconds"],
+            "generated": row["batch/tokens_generated"],
+            "trained": row["batch/tokens_trained"],
+            "prompt": prompt,
+            "gradient": row["grad/norm"],
+        }
+        for row in found
+    ]
     return {"rows": rows, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 

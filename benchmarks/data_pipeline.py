@@ -27,7 +27,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.data.presets import _VERL_AFTER, _VERL_BEFORE
+from lockstep.data.presets import PRESETS
 
 RECIPE = "recipes/data/numinamath.yaml"
 SECONDS, GIGABYTES = 300.0, 4.0
@@ -176,10 +176,11 @@ def write_numina(path: Path, planned: Plan, aime: list[str]) -> None:
 
 def write_aime(path: Path, problems: list[str]) -> None:
     """As on the hub: each problem 32 times, with instructions around it."""
+    hub = PRESETS["aime-2024"]
     items = [
         {
             "data_source": "math_dapo",
-            "prompt": [{"content": _VERL_BEFORE + text + _VERL_AFTER, "role": "user"}],
+            "prompt": [{"content": hub.before + text + hub.after, "role": "user"}],
             "ability": "MATH",
             "reward_model": {"ground_truth": str(100 + number), "style": "rule-lighteval/MATH_v2"},
             "extra_info": {"index": f"{number}-{copy}", "raw_problem": text, "split": None},

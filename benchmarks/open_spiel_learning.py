@@ -19,7 +19,7 @@ from training_runs import ROOT, Job, Outcome, add_arguments, chosen, machine, ov
 
 from lockstep.config.load import load
 from lockstep.envs.spiel.states import state_at
-from lockstep.envs.spiel.text import described
+from lockstep.envs.spiel.text import question
 from lockstep.evaluation.compare import Comparison, compare
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.types import Score
@@ -64,7 +64,7 @@ def job(arm: str, seed: int, runs_dir: Path, overrides: Sequence[str]) -> Job:
 def unlisted() -> tuple[str, ...]:
     """What the recipe changes for prompts without a list of legal moves: the examples have none either, and are more."""
     examples = [
-        {"user": described(state_at(game, history), game, "reply", show_moves=False), "assistant": move}
+        {"user": question(state_at(game, history), game, "reply", show_moves=False)[0].content, "assistant": move}
         for game, history, move in SHOWN
     ]
     return ("task.show_moves=false", f"chat.examples={json.dumps(examples)}", "optimizer.lr=2e-4")

@@ -54,6 +54,17 @@ def hide_values(text: str) -> str:
     return hide_secrets(text)
 
 
+def reason_of(error: BaseException, longest: int = 300) -> str:
+    """Return another library's error, or one of a user's code, as one line of limited length. Never raises itself."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be read)"
+    words = [f"{type(error).__name__}:", *message.split()] if message.strip() else [type(error).__name__]
+    text = " ".join(words).encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
 def visible(text: str) -> str:
     """Return the text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
 

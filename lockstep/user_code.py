@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, TaskError
+from lockstep.text import reason_of
 
 
 def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
@@ -113,12 +114,7 @@ def _run(path: Path, failure: type[LockstepError]) -> object:
 
 def describe(error: BaseException, path: Path | None) -> str:
     """Return an error in one line: type, message, and the last line of `path` that it passed. Never raises itself."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be read)"
-    text = " ".join(f"{type(error).__name__}: {message}".split())
-    text = (text[:300] + "…" if len(text) > 300 else text).encode("utf-8", "replace").decode("utf-8")
+    text = reason_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if path is not None and _same(frame.filename, path)]
     if lines:

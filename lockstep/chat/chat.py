@@ -136,6 +136,10 @@ class ChatFormat:
         end = len(ids) - 1 if ids and ids[-1] in self.stop_ids else len(ids)
         return self._text(ids[:end], special=self._marked)
 
+    def shown(self, ids: Sequence[int]) -> str:
+        """Return ids as text, special tokens shown."""
+        return self._text(ids, special=True)
+
     def answer(self, ids: Sequence[int]) -> str:
         """Return the graded part of a reply: all of it, or the text after the thoughts ("" if these never end)."""
         return self._graded(self._text(ids, special=self._marked))
@@ -190,15 +194,15 @@ class ChatFormat:
     def _opens_thought(self) -> bool:
         """Return whether the template opens a thought for the reply, tested on a chat that does not mention thoughts."""
         ids = self.template.ids([Message(role="user", content="a")], generate=True)
-        return opens_thought(self._text(ids, special=True))
+        return opens_thought(self.shown(ids))
 
     def preview(self, messages: Sequence[Message], tools: str = "") -> str:
         """Return the prompt as the model sees it, special tokens shown, under a line with its length and end tokens."""
         ids = self.render(messages, tools)
         ends = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)} ({i})" for i in self.stop_ids)
         head = f"prompt of {len(ids)} tokens, template {self.template_hash}, a reply ends at {ends}"
-        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        return "\n".join([head, *(f"note: {note}" for note in self.notes), *(f"| {line}" for line in text.split("\n"))])
+        lines = self.shown(ids).split("\n")
+        return "\n".join([head, *(f"note: {note}" for note in self.notes), *(f"| {line}" for line in lines)])
 
     def trained_mask(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: str = ""

@@ -112,9 +112,9 @@ def masked(row: Row, turns: Sequence[Message], chat: ChatFormat, *, last_only: b
     lines = [f"{_head(row)} · {len(ids)} tokens, {sum(trained)} trained"]
     current: list[str] = []
     for index, (token, on) in enumerate(zip(ids, trained, strict=True)):
-        text = chat.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        current.append(visible(str(text)).replace("\n", "⏎").replace("\t", "⇥"))
-        if index + 1 == len(ids) or trained[index + 1] != on or "\n" in str(text):
+        text = chat.shown([token])
+        current.append(visible(text).replace("\n", "⏎").replace("\t", "⇥"))
+        if index + 1 == len(ids) or trained[index + 1] != on or "\n" in text:
             lines.append(f"   {'+' if on else '|'} {'·'.join(current)}")
             current = []
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from lockstep.errors import DEFECT, LockstepError
+from lockstep.text import reason_of
 
 Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -39,7 +40,7 @@ def perform(checks: Iterable[tuple[str, Checking]]) -> Iterator[Check]:
         try:
             found = checking()
         except Exception as error:  # whatever it is, it is shown, and must not hide what the other checks find
-            found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", DEFECT)
+            found = Check(name, "fail", f"the check itself failed: {reason_of(error)}", DEFECT)
         yield from [found] if isinstance(found, Check) else found
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config import tools as schema
 from lockstep.errors import TaskError
+from lockstep.text import reason_of
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
@@ -132,4 +133,4 @@ def _cause(error: BaseException) -> str:
     """Return the first reason inside groups of exceptions, which event loops make of one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return reason_of(error)

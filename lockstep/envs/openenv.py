@@ -23,6 +23,7 @@ from lockstep.config import schema
 from lockstep.envs import die_with_parent
 from lockstep.envs.packages import package
 from lockstep.errors import TaskError
+from lockstep.text import reason_of
 from lockstep.types import Message, Turn
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class OpenEnv:
                 self._socket.send(json.dumps(message))
             answer = json.loads(self._socket.recv())
         except (OSError, WebSocketException) as error:
-            what = f"the connection to the server broke: {type(error).__name__} {error}"
+            what = f"the connection to the server broke: {reason_of(error)}"
             raise _BrokeError(what, where=self._address, fix="look for the cause in the server's own output") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise TaskError(
@@ -218,7 +219,7 @@ def _action_schema(address: str, seconds: float) -> dict[str, Any]:
             return action
         why = "its action schema is not a JSON object"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        why = reason_of(error, 200)
     raise TaskError(
         f"no OpenEnv server answers at this address ({why})",
         where=f"task.url={address}",

@@ -25,6 +25,7 @@ from lockstep.config import schema
 from lockstep.envs.cells import Cells, Files
 from lockstep.envs.runners import Fault
 from lockstep.errors import TaskError
+from lockstep.text import reason_of
 from lockstep.types import Prompt
 from lockstep.verifiers.sandbox import cell
 from lockstep.verifiers.sandbox.isolation import Limits
@@ -113,7 +114,7 @@ class CommandPrograms:
         try:
             outcome = self._run(job)
         except Exception as error:  # the episode must end whatever happens to its program
-            outcome = Outcome(fault=Fault("error", f"it cannot be started: {type(error).__name__}: {error}"))
+            outcome = Outcome(fault=Fault("error", f"it cannot be started: {reason_of(error)}"))
         ended(job.key, outcome)
 
     def _run(self, job: Job) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.config import schema
 from lockstep.envs.packages import package
 from lockstep.errors import TaskError
+from lockstep.text import reason_of
 from lockstep.types import Message, Turn
 from lockstep.user_code import load_callable
 
@@ -115,7 +116,7 @@ def _players(ta: Any, name: str, settings: schema.TextArenaTask, where: str) -> 
         try:
             ta.make(name, **settings.settings).reset(num_players=players, seed=0)
         except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
+            refused = reason_of(error)
         else:
             return players
     raise TaskError(

@@ -24,6 +24,7 @@ from lockstep.errors import EvaluationError, Interrupted, LockstepError, Machine
 from lockstep.evaluation.plan import EvalPlan
 from lockstep.evaluation.runner import require_numerics, require_proof, score_of, workers_of
 from lockstep.seeds import seed_for
+from lockstep.text import reason_of
 from lockstep.types import Conditions, FinishReason, ItemResult, Proof, Request, RolloutEngine, Sampling, Score
 
 FEWSHOT_SEED = 1234
@@ -78,7 +79,7 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
             _build_requests(task, settings, chat)
     except Exception as error:  # a user's YAML, its templates and its data
         raise EvaluationError(
-            f"lm-eval cannot load the task: {type(error).__name__}: {str(error)[:500]}",
+            f"lm-eval cannot load the task: {reason_of(error, 500)}",
             where=f"{where}, {path}",
             fix="try the task with `lm-eval run`; its data must be local (dataset_path: json, dataset_kwargs: {data_files: …})",
         ) from error
@@ -168,7 +169,7 @@ def evaluate_task(
         raise
     except Exception as error:  # the task's own filters and metrics
         raise EvaluationError(
-            f"lm-eval failed in this task: {type(error).__name__}: {str(error)[:500]}",
+            f"lm-eval failed in this task: {reason_of(error, 500)}",
             where=f"eval.lm_eval, {task.settings.name}",
             fix="correct the task's YAML file, or the functions that it names",
         ) from error

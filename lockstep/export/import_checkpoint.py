@@ -18,9 +18,10 @@ from lockstep.export.files import copy_model_files, in_the_making, new_folder, w
 from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
 from lockstep.models.folder import check_config, check_weights, missing_weights, weight_files
 from lockstep.models.foreign import Foreign, Kind
-from lockstep.models.load import reason_of, structure, unreadable
+from lockstep.models.load import structure, unreadable
 from lockstep.models.torch_files import joined, module_states
 from lockstep.models.weights import named_weights
+from lockstep.text import reason_of
 
 RECORD = "lockstep_import.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -195,7 +196,7 @@ def _require_peft(folder: Path) -> None:
         if PeftConfig.from_pretrained(str(folder)).peft_type is None:
             raise ValueError("peft_type is missing")
     except (ValueError, KeyError, TypeError, OSError) as error:
-        what = f"{CONFIG} does not describe an adapter of PEFT: {type(error).__name__}: {error}"
+        what = f"{CONFIG} does not describe an adapter of PEFT: {reason_of(error)}"
         raise ModelError(what, where=str(folder), fix="give a folder that PEFT's save_pretrained wrote") from error
 
 

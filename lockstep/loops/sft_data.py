@@ -312,9 +312,7 @@ def preview(rows: SftRows, chat: ChatFormat) -> str:
     on = (False,) * len(one.prompt_ids) + one.trained
     parts, ids = [], one.prompt_ids + one.ids
     for carries, start, end in spans(on):
-        text = str(
-            chat.tokenizer.decode(list(ids[start:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        text = chat.shown(ids[start:end])
         parts.append(f"⟦{text}⟧" if carries else text)
     return "\n".join(f"| {line}" for line in "".join(parts).split("\n"))
 

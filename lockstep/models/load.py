@@ -13,6 +13,7 @@ from lockstep.models.folder import IMPLEMENTATIONS
 from lockstep.models.mxfp4 import is_mxfp4, read_packed, read_weights
 from lockstep.models.resolve import ResolvedModel
 from lockstep.models.stored import stored_parameters, stored_tensors
+from lockstep.text import reason_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,6 @@ MOST_NAMED = 5
 ROOM = 2**26
 """Parameters that a config may describe beyond those in the files until what is missing is named instead."""
 
-LONGEST_REASON = 300
 """Characters of another library's message that are passed on; the whole of it is in the chained exception."""
 
 
@@ -253,12 +253,6 @@ def unreadable() -> tuple[type[Exception], ...]:
 
     lying = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
     return (OSError, ValueError, ImportError, RuntimeError, *lying, SafetensorError, StrictDataclassError)
-
-
-def reason_of(error: Exception) -> str:
-    """Return another library's error as one line of limited length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " …"
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from lockstep.models.heads import head_of, token_logprobs
 from lockstep.models.small import CONTEXT, random_model, small_config
 from lockstep.models.states import state_layers
 from lockstep.rollout.native import NativeEngine
+from lockstep.text import reason_of
 from lockstep.types import Request, Sampling, TokenIds, TrainSequence
 
 TOLERANCE = 3e-4
@@ -179,4 +180,4 @@ def _missing(model: Any) -> str:
 def _one_line(error: Exception) -> str:
     if isinstance(error, LockstepError):
         return error.what
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return reason_of(error)

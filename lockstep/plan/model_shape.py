@@ -17,6 +17,7 @@ from lockstep.models.known import kind_of_experts
 from lockstep.models.load import refuse_unlike, structure
 from lockstep.models.states import first_state, state_layers
 from lockstep.plan.shapes import MXFP4_BYTES, Linear, ModelShape
+from lockstep.text import reason_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Recipe
@@ -45,7 +46,7 @@ def read_shape(folder: Path) -> ModelShape:
         ValueError,
         ArithmeticError,
     ) as error:  # a family with words of its own
-        what = f"the sizes of this model cannot be determined: {type(error).__name__}: {error}"
+        what = f"the sizes of this model cannot be determined: {reason_of(error)}"
         raise ModelError(
             what, where=str(folder / "config.json"), fix="check config.json, or choose another model"
         ) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from lockstep.errors import BusyError, EngineError, LockstepError
 from lockstep.rollout.reply_progress import report_progress
 from lockstep.seeds import seed_for
+from lockstep.text import reason_of
 from lockstep.types import ClientRequest, Completion, NativeRollouts, Request, RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -221,4 +222,4 @@ def _said(error: Exception) -> EngineError:
         return EngineError(error.what, where=error.where, fix=error.fix)
     if isinstance(error, _Closed):
         return EngineError("the engine was closed before the reply was done")
-    return EngineError(f"the engine failed: {type(error).__name__}: {error}")
+    return EngineError(f"the engine failed: {reason_of(error)}")

@@ -20,6 +20,7 @@ from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import MachineError, TaskError
 from lockstep.seeds import seed_for
+from lockstep.text import reason_of
 from lockstep.types import Message, Prompt
 from lockstep.verifiers.gym_scores import ANSWER, METADATA, QUESTION
 from lockstep.workers.watched import Alive, HungError, run_watched
@@ -127,7 +128,7 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
         raise
     except Exception as error:
         raise TaskError(
-            f"reasoning-gym failed with the settings {source.settings}: {type(error).__name__}: {error}",
+            f"reasoning-gym failed with the settings {source.settings}: {reason_of(error)}",
             where=where,
             fix="correct task.settings",
         ) from error

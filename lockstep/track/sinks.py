@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from lockstep.config.records import Mode, Sink
 from lockstep.config.schema import Track
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.text import hide_values
+from lockstep.text import hide_values, reason_of
 from lockstep.track.facts import SECRET_TEXT
 from lockstep.track.files import write_atomic
 from lockstep.track.jsonl import dumps, read_json
@@ -129,8 +129,7 @@ def told(
 
 def reason(error: Exception) -> str:
     """Return an error in one line, without secrets."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return SECRET_TEXT.sub("***", hide_values(text))[:500]
+    return SECRET_TEXT.sub("***", hide_values(reason_of(error, 2000)))[:500]
 
 
 class Sender:

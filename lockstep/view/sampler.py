@@ -79,18 +79,15 @@ def draw(session: EvalSession, numerics: str, ask: dict[str, Any]) -> dict[str, 
         # A greedy choice has probability 1 under its own distribution: show the model's at temperature 1 instead.
         greedy = engine.score([(*ids, *one.ids) for one in found]) if sampling.temperature == 0 else None
 
-    def decode(some: Sequence[int]) -> str:
-        return str(policy.tokenizer.decode(list(some), skip_special_tokens=False))
-
     replies = [
         {
-            "pieces": pieces(one.ids, decode),
+            "pieces": pieces(one.ids, policy.chat.shown),
             "logprobs": greedy[n][len(ids) - 1 :] if greedy else one.logprobs,
             "finish": one.finish.value,
         }
         for n, one in enumerate(found)
     ]
-    return {"replies": replies, "seen": decode(ids), "length": len(ids)}
+    return {"replies": replies, "seen": policy.chat.shown(ids), "length": len(ids)}
 
 
 def _ids(session: EvalSession, ask: dict[str, Any]) -> tuple[int, ...]:

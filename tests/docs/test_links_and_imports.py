@@ -1,4 +1,7 @@
-"""Links between pages lead somewhere, and what the examples import exists. Nothing is imported here: torch takes seconds."""
+"""Links between pages lead somewhere, and what examples and benchmarks import exists.
+
+Nothing is imported here: torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def names(module: str) -> set[str]:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 found.add(node.name)
             case ast.Assign():
-                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+                parts = (part for target in node.targets for part in ast.walk(target))
+                found |= {part.id for part in parts if isinstance(part, ast.Name)}
             case ast.AnnAssign():
                 found.add(ast.unparse(node.target))
     return found | set(lockstep.__all__) if module == "lockstep" else found
@@ -62,3 +66,15 @@ def test_what_the_examples_import_exists() -> None:
     ]
     assert len(imports) > 15
     assert [one for one in imports if one[2] not in names(one[1])] == []
+
+
+def test_what_the_benchmarks_import_exists() -> None:
+    missing = [
+        (path.name, node.module, alias.name)
+        for path in sorted((ROOT / "benchmarks").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "lockstep"
+        for alias in node.names
+        if alias.name not in names(node.module)
+    ]
+    assert missing == []

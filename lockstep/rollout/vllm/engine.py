@@ -37,6 +37,7 @@ from lockstep.rollout.vllm.requests import (
 )
 from lockstep.rollout.vllm.settings import VllmSettings
 from lockstep.rollout.vllm.worker import QUALNAME, steps_left
+from lockstep.text import reason_of
 from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class VllmEngine:
             with self._on_stream():
                 return self._engine.step()
         except Exception as error:
-            self._failed = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            self._failed = reason_of(error, 400)
             raise self._dead() from error
 
     def _check_alive(self) -> None:
@@ -321,10 +322,10 @@ def _start(settings: VllmSettings) -> Any:
     except LockstepError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:400]
+        text = reason_of(error, 400)
         memory = isinstance(error, torch.cuda.OutOfMemoryError) or "memory" in text.lower()
         raise EngineError(
-            f"vLLM cannot start: {type(error).__name__}: {text}",
+            f"vLLM cannot start: {text}",
             where=settings.folder,
             fix="lower rollout.vllm.kv_cache_gib or rollout.slots, or set rollout.engine=native" if memory else FIX,
         ) from error

@@ -17,6 +17,7 @@ from lockstep.errors import EngineError
 from lockstep.noise.apply import NoisyNorms
 from lockstep.rollout.vllm.layout import checked, checkpoint_views, of_experts
 from lockstep.rollout.vllm.quantised import refresh, set_numeric
+from lockstep.text import reason_of
 from lockstep.types import Forward, ForwardReport, WeightStream
 
 QUALNAME = "lockstep.rollout.vllm.worker.LockstepWorker"
@@ -45,7 +46,7 @@ class WorkerCalls:
             raise
         except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(
-                f"vLLM's {type(model).__name__} cannot load {current[0]}: {type(error).__name__}: {str(error)[:300]}",
+                f"vLLM's {type(model).__name__} cannot load {current[0]}: {reason_of(error)}",
                 where=folder,
                 fix="set rollout.engine=native, which runs any decoder of transformers",
             ) from error
