@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError([f"{args.recipe}: not a recipe file"], fix="give a .yaml file, such as one of recipes/tasks")
     expects = expects_of(args.recipe)
     recipe = load_run([str(args.recipe), *args.overrides])
+    _check_scores(recipe, expects.figures)
     rows = list(_counted(recipe, expects.counts))
     print("\n".join([HEAD, *rows]), flush=True)
     if any("| differs |" in row for row in rows):
@@ -52,6 +53,19 @@ def run(args: argparse.Namespace) -> int:
     path.write_text("\n".join([f"# {recipe.name}", "", *lines]) + "\n", encoding="utf-8")
     print("\n".join(["", *lines, "", f"written to {path}"]))
     return 0
+
+
+def _check_scores(recipe: Recipe, figures: Sequence[Figure]) -> None:
+    """Raise ConfigError, before hours of training, for a figure of which the run would have no score."""
+    names = (
+        [*recipe.eval.scores, *(f"lm_eval.{one.name}" for one in recipe.eval.lm_eval)] if recipe.eval.enabled else []
+    )
+    for one in figures:
+        if one.mode not in names:
+            there = f"there are {', '.join(names)}" if names else "its evaluations are off"
+            raise ConfigError([f"figures: the run has no score {one.mode}; {there}"])
+        if one.score == "base" and not recipe.eval.at_start:
+            raise ConfigError([f"figures: the run has no score {one.mode} of the base: eval.at_start is false"])
 
 
 def _counted(recipe: Recipe, counts: Sequence[Count]) -> Iterator[str]:
@@ -106,10 +120,7 @@ def _figures(found: RunDirectory, figures: Sequence[Figure]) -> Iterator[str]:
     scores = {record.path.stem: record.brief.score for record in records_of(str(found.path))}
     last = max(score.step for score in scores.values())
     for figure in figures:
-        name = f"step_{0 if figure.score == 'base' else last:06d}_{figure.mode}"
-        if name not in scores:
-            raise ConfigError([f"figures: the run has no score {name}; there are {', '.join(scores)}"])
-        mine = scores[name]
+        mine = scores[f"step_{0 if figure.score == 'base' else last:06d}_{figure.mode}"]
         verdict = "within ours" if mine.low <= figure.value <= mine.high else "outside ours"
         here = f"{mine.accuracy:.1%} [{mine.low:.1%}, {mine.high:.1%}] of {mine.items}"
         yield f"| accuracy of {figure.score}, {figure.mode} | {figure.value:.1%} | {here} | {verdict} | {figure.source} |"

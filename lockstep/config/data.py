@@ -66,6 +66,11 @@ class NotMentions(_Filter):
     """The texts."""
 
 
+def _in_order(one: IntegerAnswer | Length) -> None:
+    if one.low is not None and one.high is not None and one.low > one.high:
+        raise ValueError(f"low={one.low} is above high={one.high}: no row would be left")
+
+
 class IntegerAnswer(_Filter):
     """Keep rows whose answer is written as one whole number: 12, -3, $1,234$; not 24/2, 12.0, 12 cm."""
 
@@ -74,6 +79,11 @@ class IntegerAnswer(_Filter):
     """Smallest; none for any."""
     high: int | None = None
     """Largest; none for any."""
+
+    @model_validator(mode="after")
+    def _some_are_left(self) -> Self:
+        _in_order(self)
+        return self
 
 
 class Gradable(_Filter):
@@ -91,6 +101,11 @@ class Length(_Filter):
     """Fewest characters."""
     high: int | None = Field(default=None, ge=1)
     """Most characters; none for any."""
+
+    @model_validator(mode="after")
+    def _some_are_left(self) -> Self:
+        _in_order(self)
+        return self
 
 
 class Tokens(_Filter):

@@ -245,7 +245,8 @@ def _whole(command: Sequence[str]) -> list[str]:
         raise TaskError(
             f"there is no program {command[0]}", where="task.command", fix="correct the command, or install the program"
         )
-    if missing := [part for part in command[1:] if part.endswith((".py", ".sh", ".js")) and not Path(part).exists()]:
+    scripts = [part for part in command[1:] if part.endswith((".py", ".sh", ".js")) and not re.search(r"\s", part)]
+    if missing := [part for part in scripts if not Path(part).exists()]:
         raise TaskError(f"there is no file {missing[0]}", where="task.command", fix="correct this path in the command")
     return [str(Path(part).absolute()) if "/" in part and Path(part).exists() else part for part in _here(command)]
 

@@ -50,7 +50,10 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 def number(value: object) -> float:
     """Read a number that `strict` wrote. Raises TypeError if it is none."""
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise TypeError("a number beyond those of 64 bits") from error
     if isinstance(value, str) and value in NON_FINITE:
         return float(value)
     raise TypeError(f"not a number: {value!r}")

@@ -115,6 +115,23 @@ def test_a_count_that_differs_ends_it_before_training(tmp_path: Path, capsys: py
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("figure", "changed", "refused"),
+    [
+        ({"mode": "greed"}, (), "the run has no score greed; there are greedy"),
+        ({"score": "base"}, ("eval.at_start=false",), "no score greedy of the base: eval.at_start is false"),
+        ({}, ("eval.enabled=false", "save.keep_best=null"), "its evaluations are off"),
+    ],
+)
+def test_a_figure_of_a_score_that_the_run_will_not_have_is_refused_before_training(
+    figure: dict[str, str], changed: tuple[str, ...], refused: str, tmp_path: Path, printed: Printed
+) -> None:
+    figure = {"score": "trained", "value": "0.5", "source": "A", **figure}
+    words = gsm8k_words(tmp_path, {"figures": [figure]})
+    assert refused in printed(*words, *changed, code=2)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_without_the_hub_it_says_what_is_missing(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "lockstep", "reproduce", str(TASKS / "gsm8k_0.5b.yaml")],

@@ -74,6 +74,13 @@ def test_gradable(tmp_path: Path) -> None:
     assert kept(tmp_path, rows, {"kind": "gradable", "verifier": {"kind": "text"}}) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("kind", ["length", "integer_answer"])
+def test_bounds_that_leave_no_row_are_refused(kind: str) -> None:
+    Data.model_validate({"source": "rows.jsonl", "filters": [{"kind": kind, "low": 5, "high": 5}]})
+    with pytest.raises(ValidationError, match="low=6 is above high=5: no row would be left"):
+        Data.model_validate({"source": "rows.jsonl", "filters": [{"kind": kind, "low": 6, "high": 5}]})
+
+
 def test_lengths(tmp_path: Path, tiny_model_dir: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": "x" * n, "answer": n} for n in (1, 5, 9)]
     assert kept(tmp_path, rows, {"kind": "length", "low": 2}) == [2, 3]

@@ -124,6 +124,7 @@ def test_a_command_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -
         built(tmp_path, "idle", command="no-such-agent --yes")
     with pytest.raises(TaskError, match=r"no file gone\.py"):
         built(tmp_path, "idle", command=f"{sys.executable} gone.py")
+    built(tmp_path, "idle", command="sh -c 'exec python gone.py'")  # a text for the shell, which may change its folder
 
 
 def test_paths_in_a_command_hold_in_the_folder_of_the_episode(

@@ -33,6 +33,8 @@ def test_what_json_cannot_hold_is_refused() -> None:
         dumps({"a": object()})
     with pytest.raises(TypeError, match="not a number"):
         number("seven")
+    with pytest.raises(TypeError, match="beyond those of 64 bits"):
+        number(10**400)
 
 
 @given(st.floats())
