@@ -144,7 +144,7 @@ class _Search:
         return None
 
     def _runs(self, text: str) -> str:
-        path = Path(os.path.expanduser(text))  # noqa: PTH111  # as the recipe does; ~nobody stays
+        path = Path(os.path.expanduser(text))  # noqa: PTH111  # as recipes do: an unknown ~user stays
         return self._name(path) if _leads_out(path) else text
 
     def _name(self, path: Path) -> str:

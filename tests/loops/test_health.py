@@ -168,7 +168,8 @@ def test_replies_that_all_earn_the_same_stop_a_run(tmp_path: Path, tiny_model_di
     assert [row.step for row in read_metrics(run)] == list(range(1, 7))
     assert health_events(run)[-1] == (6, "flat_start", "stop")
     table = next(event for event in read_events(run) if event.kind == "smoke").facts["rows"]
-    assert ["advantage spread", "advantage/std", "0", "0", "≥ 0.05", "warn"] in table
+    assert ["reward", "reward/mean", "1", "1", "0.02 to 0.98 at steps 1 to 6", "warn"] in table
+    assert ["advantage spread", "advantage/std", "0", "0", "≥ 0.05", "ok"] in table  # its range is for unsolved tasks
     assert "smoke gate: the first 6 steps" in run.log_path.read_text()
 
 
