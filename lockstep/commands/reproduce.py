@@ -120,7 +120,10 @@ def _figures(found: RunDirectory, figures: Sequence[Figure]) -> Iterator[str]:
     scores = {record.path.stem: record.brief.score for record in records_of(str(found.path))}
     last = max(score.step for score in scores.values())
     for figure in figures:
-        mine = scores[f"step_{0 if figure.score == 'base' else last:06d}_{figure.mode}"]
+        name = f"step_{0 if figure.score == 'base' else last:06d}_{figure.mode}"
+        if name not in scores:  # a run that ended early measured others last
+            raise ConfigError([f"figures: the run has no score {name}; there are {', '.join(scores)}"])
+        mine = scores[name]
         verdict = "within ours" if mine.low <= figure.value <= mine.high else "outside ours"
         here = f"{mine.accuracy:.1%} [{mine.low:.1%}, {mine.high:.1%}] of {mine.items}"
         yield f"| accuracy of {figure.score}, {figure.mode} | {figure.value:.1%} | {here} | {verdict} | {figure.source} |"
