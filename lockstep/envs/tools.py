@@ -19,6 +19,7 @@ from lockstep.envs.calls import BadCall, Call
 from lockstep.envs.mcp_tools import McpServer
 from lockstep.errors import TaskError
 from lockstep.user_code import describe, load_object
+from lockstep.verifiers.structured import check_schema
 
 MAX_RESULT = 8000
 """Most characters of a result that the model is shown."""
@@ -221,17 +222,10 @@ def _by_model(model: type[BaseModel]) -> Check:
 
 
 def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
-    import jsonschema
+    from jsonschema.validators import SPECIFICATIONS, validator_for
 
-    try:
-        jsonschema.Draft202012Validator.check_schema(dict(parameters))
-    except jsonschema.SchemaError as error:
-        raise TaskError(
-            f"the tool's parameters are not a JSON schema: {error.message}",
-            where=where,
-            fix="correct the schema of the tool's parameters",
-        ) from error
-    validator = jsonschema.Draft202012Validator(dict(parameters))
+    check_schema(parameters, "the schema of the tool's parameters", where, "that schema")
+    validator = validator_for(parameters)(parameters, registry=SPECIFICATIONS)
 
     def check(arguments: Mapping[str, object]) -> Mapping[str, object]:
         for error in validator.iter_errors(dict(arguments)):

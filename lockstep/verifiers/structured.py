@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, assert_never
 
 from lockstep.codec import strict_json
@@ -14,6 +14,8 @@ from lockstep.verifiers.extract import FINAL_SHARE, MAX_DEPTH, Answer, final_spa
 from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
 
 if TYPE_CHECKING:
+    from referencing import Resource
+
     from lockstep.config import schema
 
 REGION = 65_536
@@ -127,24 +129,44 @@ def load(wanted: dict[str, Any]) -> Callable[[Any], object]:
     Nothing is fetched: a reference to another document is an error. Raises TaskError if the schema is none, or jsonschema is
     not installed.
     """
-    from jsonschema.validators import validator_for
-    from referencing import Registry
+    from jsonschema.validators import SPECIFICATIONS, validator_for
 
     check_schema(wanted)
-    validator = validator_for(wanted)(wanted, registry=Registry())
+    validator = validator_for(wanted)(wanted, registry=SPECIFICATIONS)
     return lambda value: bool(validator.is_valid(value))
 
 
-def check_schema(wanted: dict[str, Any]) -> None:
-    """Raises TaskError unless this is a JSON Schema."""
+def check_schema(
+    wanted: Mapping[str, Any],
+    what: str = "the value",
+    where: str = "verifier json",
+    fix: str = "task.verifier.json_schema",
+) -> None:
+    """Raises TaskError unless this is a JSON Schema whose references lead to parts of it; `fix` names what to correct."""
     from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
+    from jsonschema.validators import SPECIFICATIONS, validator_for
+    from referencing import Resource
+    from referencing.jsonschema import DRAFT202012
 
     try:
         validator_for(wanted).check_schema(wanted)
+        root = Resource.from_contents(wanted, default_specification=DRAFT202012)
+        lost = _lost(root, SPECIFICATIONS.resolver_with_root(root))
+        reason = f"its $ref {lost} leads nowhere" if lost else ""
     except SchemaError as error:
-        raise TaskError(
-            f"the value is not a JSON Schema: {error.message}",
-            where="verifier json, json_schema",
-            fix="correct task.verifier.json_schema",
-        ) from error
+        reason = error.message
+    if reason:
+        raise TaskError(f"{what} is not a JSON Schema: {reason}", where=where, fix=f"correct {fix}")
+
+
+def _lost(part: Resource[Any], resolver: Any) -> str:
+    """Return the first reference in a part of a schema that leads nowhere; "" if there is none."""
+    from referencing.exceptions import Unresolvable
+
+    resolver, here = resolver.in_subresource(part), part.contents
+    try:
+        if isinstance(here, Mapping) and "$ref" in here:
+            resolver.lookup(here["$ref"])
+    except Unresolvable:
+        return str(here["$ref"])
+    return next(filter(None, (_lost(one, resolver) for one in part.subresources())), "")

@@ -75,8 +75,13 @@ def test_a_json_schema_of_ones_own_is_kept_to() -> None:
     assert tool.schema["function"]["parameters"] == parameters
     assert run_call({"pick": tool}, Call("pick", {"key": "b"})).text == "B"
     assert run_call({"pick": tool}, Call("pick", {"key": "c"})).failed
-    with pytest.raises(TaskError, match="not a JSON schema"):
-        build_tools([schema.Tool(path=f"{OWN}:look_up", parameters={"type": 7})])
+    for wrong, why in (
+        ({"type": 7}, "7 is not"),
+        ({"properties": {"key": {"$ref": "#/$defs/Key"}}}, r"\$ref #/\$defs/Key"),
+    ):
+        with pytest.raises(TaskError, match=f"not a JSON Schema: .*{why}") as refused:
+            build_tools([schema.Tool(path=f"{OWN}:look_up", parameters=wrong)])
+        assert refused.value.where == f"{OWN}:look_up"
 
 
 def test_tools_that_cannot_be_used_are_refused() -> None:

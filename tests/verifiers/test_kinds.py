@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -221,8 +222,9 @@ def test_schemas_that_are_none_are_refused():
         made("json", json_schema={"type": "number or so"})
     with pytest.raises(ValidationError, match="would accept any JSON"):
         ADAPTER.validate_python({"kind": "json", "equal": False})
-    # Nothing is fetched: what refers elsewhere fits nothing.
-    assert paid(made("json", json_schema={"$ref": "http://127.0.0.1:9/x.json"}, equal=False), "", "1") == 0.0
+    for lost in ("http://127.0.0.1:9/x.json", "#/$defs/none"):  # nothing is fetched
+        with pytest.raises(TaskError, match=rf"its \$ref {re.escape(lost)} leads nowhere"):
+            made("json", json_schema={"items": {"$ref": lost}}, equal=False)
 
 
 # --- math -------------------------------------------------------------------------------------------------------------
