@@ -18,7 +18,8 @@ class OpenEnvTask(Section):
     """Address of a server that runs already. Example: http://127.0.0.1:8000"""
     command: Command | None = None
     """Or the command of a server that the run starts and ends; {port} stands for a free port of this machine, which is in $PORT
-    too. From this process it gets PATH, HOME and the language alone. Example: hub/bin/python server.py --port {port}"""
+    too. From this process it gets PATH, HOME and the language alone. Example: hub/bin/python server.py --port {port};
+    `python` alone is the one that runs Lockstep."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables of the command."""
     start_seconds: float = Field(default=60.0, gt=0)

@@ -23,18 +23,24 @@ Place: TypeAlias = Annotated[str, AfterValidator(os.path.expanduser)]
 """A folder; ~ at its beginning is that of the user."""
 
 
+def command_words(text: str) -> list[str]:
+    """Return a program and its arguments; `python` alone is the one that runs Lockstep, whatever PATH says."""
+    program, *arguments = shlex.split(text) or [""]
+    return [sys.executable if program == "python" else program, *arguments]
+
+
 def _command(text: str) -> str:
     try:
-        words = shlex.split(text)
+        program = command_words(text)[0]
     except ValueError as error:
         raise ValueError(f"the command cannot be read as a shell reads it: {error}") from error
-    if not words:
+    if not program:
         raise ValueError("the command is empty: name a program")
     return text
 
 
 Command: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_command)]
-"""A program and its arguments, quoted as for a shell."""
+"""A program and its arguments, quoted as for a shell: see `command_words`."""
 
 
 def _add_meanings(schema: dict[str, Any], section: type[BaseModel]) -> None:

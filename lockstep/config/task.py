@@ -97,7 +97,8 @@ class AgentTask(Section):
     """Its questions, and the verifier that grades its final answer."""
     command: Command
     """The program and its arguments; {question} stands for the question's text. It gets the question as JSON on standard input
-    and in the file $LOCKSTEP_TASK; OPENAI_BASE_URL, ANTHROPIC_BASE_URL … name the endpoint. Example: python agent.py"""
+    and in the file $LOCKSTEP_TASK; OPENAI_BASE_URL, ANTHROPIC_BASE_URL … name the endpoint. `python`: the one that runs Lockstep.
+    Example: python agent.py"""
     result: Literal["answer", "reward"] = "answer"
     """answer: what it prints is its final answer, which the questions' verifier grades; reward: the last line that it prints is
     {"reward": 1.0}, with an "answer" and "metrics" if it likes."""

@@ -45,7 +45,7 @@ class McpServer(Section):
 
     mcp: Command
     """Its command, which speaks MCP on standard input and output; or the http address of one that runs on this machine. A command
-    is started for each episode that calls it. Example: python shop_server.py"""
+    is started for each episode that calls it; `python` is the one that runs Lockstep. Example: python shop_server.py"""
     only: list[str] | None = None
     """Tools to offer; none offers all that it has."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -7,7 +7,6 @@ episode's limits of time and memory, and ends with it.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import tools as schema
+from lockstep.config.section import command_words
 from lockstep.errors import TaskError
 from lockstep.text import reason_of
 
@@ -99,7 +99,7 @@ class McpServer:
             async with Client(command) as client:
                 yield client
             return
-        started = ["-P", "-c", _ENDED_WITH_US, *shlex.split(command)]
+        started = ["-P", "-c", _ENDED_WITH_US, *command_words(command)]
         server = StdioServerParameters(command=sys.executable, args=started, env=dict(self._settings.env))
         with Path(os.devnull).open("w") as silence:
             async with Client(stdio_client(server, errlog=silence)) as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from lockstep.config import schema
+from lockstep.config.section import command_words
 from lockstep.envs import die_with_parent
 from lockstep.envs.packages import package
 from lockstep.errors import TaskError
@@ -233,7 +233,7 @@ def _started(settings: schema.OpenEnvTask) -> tuple[str, dict[str, Any]]:
     where = f"task.command={settings.command}"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    program, *arguments = [part.replace("{port}", str(port)) for part in shlex.split(settings.command)]
+    program, *arguments = [part.replace("{port}", str(port)) for part in command_words(settings.command)]
     found = shutil.which(Path(program).expanduser())
     if found is None:
         raise TaskError(f"there is no program {program}", where=where, fix="correct the program's path")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from lockstep.config import schema
+from lockstep.config.section import command_words
 from lockstep.envs.cells import Cells, Files
 from lockstep.envs.runners import Fault
 from lockstep.errors import TaskError
@@ -92,7 +92,7 @@ class CommandPrograms:
     def __init__(self, settings: schema.AgentTask) -> None:
         """Raises TaskError if the command is not there, or the sandbox that is asked for is not to be had."""
         self._settings = settings
-        self._command = _whole(shlex.split(settings.command))
+        self._command = _whole(command_words(settings.command))
         self._pool = ThreadPoolExecutor(settings.running, "lockstep-agent")
         self._cells = None if settings.isolation == "none" else Cells(self._command, settings.readable, self._limits())
         self._ends: dict[str, Callable[[], None]] = {}

@@ -127,6 +127,11 @@ def test_a_server_that_hangs_costs_its_own_episode_and_is_killed(server: Path) -
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
+def test_python_is_the_one_that_runs_lockstep(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "note" in build_tools([named(server, mcp=f"python {server}")])
+
+
 def test_a_server_that_cannot_be_used_is_named_before_the_run(server: Path) -> None:
     with pytest.raises(TaskError, match=r"no tool sing; its tools are: (fail|note)"):
         build_tools([named(server, only=["note", "sing"])])

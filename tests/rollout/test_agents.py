@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,8 @@ def test_paths_in_a_command_hold_in_the_folder_of_the_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
 ) -> None:
     monkeypatch.chdir(PROGRAM.parent)
-    task = built(tmp_path, "seeded", command=f"{Path(sys.executable).name} own_program.py", seconds=60)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path))  # the Python that runs Lockstep is meant
+    task = built(tmp_path, "seeded", command="python own_program.py", seconds=60)
     assert played(task, tiny_model_dir)["seeded"][0].grade.reward == 1.0
 
 
