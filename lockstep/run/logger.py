@@ -76,7 +76,7 @@ class RunLogger:
         """Store a spike with its rows, and name it in the log; the first one on the console."""
         first = not self.run.spikes_path.exists()
         with JsonlFile(self.run.spikes_path) as file:
-            file.append(asdict(spike))
+            file.append({"attempt": self.run.attempt, **asdict(spike)})
         self.event("spike", spike.line, step=spike.step)
         text = f"step {spike.step}, update {spike.update}: {spike.line}"
         self.console.message(

@@ -13,12 +13,14 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.schema import Recipe
 from lockstep.health.spikes import SpikeLog, _Row, cause_of
+from lockstep.loops.start import resume_run
 from lockstep.track.jsonl import read_jsonl
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from lockstep.types import Batch, Scored, TrainSequence
 from tests.loops.runs import NO_EVAL, numbers, trained, weights
+from tests.loops.test_resume import stopped
 from tests.track.runs import groups
 
 POISON = '''
@@ -102,6 +104,12 @@ def test_updates_that_leap_are_named_as_ratio(tmp_path: Path, tiny_model_dir: Pa
     metrics = {record.step: record.metrics for record in read_metrics(run)}[worst["step"]]
     assert metrics["ratio/log_abs_max"] == pytest.approx(max(metrics["ratio/log_max"], -metrics["ratio/log_min"]))
     assert 0 < metrics["ratio/log_abs_p99"] <= metrics["ratio/log_abs_max"]
+
+
+def test_a_resumed_run_tells_its_spikes_from_the_first_attempts(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = resume_run(stopped(tmp_path, tiny_model_dir, NO_EVAL, *QUIET, "health.spikes.norm=0.001", step=2))
+    spikes = read_jsonl(run.spikes_path)
+    assert {spike["attempt"]: spike["step"] for spike in spikes} == {1: 2, 2: 3}
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
