@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -149,9 +150,20 @@ def without_workers(verifier: Verifier) -> Verifier:
 def _changed(section: Section, *without: str) -> str:
     """Return a section's kind and the settings that are not its defaults."""
     settings = section.model_dump(exclude={TAG, *without}, exclude_defaults=True)
-    changed = ",".join(f"{name}={value}" for name, value in settings.items())
+    changed = ",".join(f"{name}={_without_env(value, name)}" for name, value in settings.items())
     kind = str(getattr(section, TAG))
     return f"{kind}({changed})" if changed else kind
+
+
+def _without_env(value: object, name: str = "") -> object:
+    """Return a setting with hashes of the values of environment variables: they may be secret, and labels are shown."""
+    if isinstance(value, list):
+        return [_without_env(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if name == "env":
+        return {key: hashlib.sha256(str(one).encode()).hexdigest()[:8] for key, one in value.items()}
+    return {key: _without_env(one, key) for key, one in value.items()}
 
 
 def evaluation_steps(recipe: Recipe) -> tuple[int, ...]:

@@ -124,3 +124,7 @@ def test_verifier_labels_show_what_differs_from_the_default() -> None:
     agent = {"kind": "agent", "command": "python a.py", "running": 4}
     # How many run at a time changes no reply.
     assert verifier_label(recipe(task=agent)) == "numeric+agent(command=python a.py)"
+    keys = {"env": {"KEY": "sk-secret"}}
+    for secret in ({**agent, **keys}, {"kind": "tools", "tools": [{"mcp": "python s.py", **keys}]}):
+        assert "'env': {'KEY'" in (label := verifier_label(recipe(task=secret))) or "env={'KEY'" in label
+        assert "sk-secret" not in label
