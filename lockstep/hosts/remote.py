@@ -9,6 +9,7 @@ It is sent to Python over ssh's standard input. Layout of its folder:
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -281,10 +283,11 @@ def log(root: Path, request: Any) -> Any:
     with (place / "log.txt").open("rb") as file:
         file.seek(request["offset"])
         raw = file.read()
-    text = raw.decode(errors="replace")
+    reader = codecs.getincrementaldecoder("utf-8")("replace")
+    text = reader.decode(raw, final=state != "running")  # of a character that is half written the next call gets all
     if request["lines"] is not None:
         text = "".join(text.splitlines(keepends=True)[-request["lines"] :] if request["lines"] else [])
-    return {"text": text, "offset": request["offset"] + len(raw), "state": state}
+    return {"text": text, "offset": request["offset"] + len(raw) - len(reader.getstate()[0]), "state": state}
 
 
 def stop(root: Path, request: Any) -> Any:
@@ -321,7 +324,9 @@ def gc(root: Path, request: Any) -> Any:
         if request["all"]:
             used = {job["code"] for job in kept} | {job["env"] for job in kept}
             out += [path for part in ("code", "env") for path in (root / part).glob("*") if path.stem not in used]
-        total = sum(file.stat().st_size for path in out for file in [path, *path.rglob("*")] if file.is_file())
+        files = [file.lstat() for path in out for file in [path, *path.rglob("*")] if file.is_file()]
+        links = Counter(one.st_ino for one in files)  # a file is gone when its last hard link is
+        total = sum({one.st_ino: one.st_size for one in files if links[one.st_ino] == one.st_nlink}.values())
         for path in out if request["yes"] else []:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if request["all"] and request["yes"]:

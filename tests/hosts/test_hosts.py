@@ -20,7 +20,7 @@ from lockstep.cli import main
 from lockstep.config.hosts import host_of
 from lockstep.errors import HostError
 from lockstep.evaluation.records import read_score
-from lockstep.hosts import connection, jobs
+from lockstep.hosts import connection, jobs, remote
 from lockstep.hosts.connection import Connection
 from lockstep.hosts.inputs import inputs_of
 from lockstep.track.rundir import RunDirectory
@@ -366,6 +366,33 @@ def test_what_no_job_needs_is_removed_on_request(spare: Machine, printed: Printe
     assert f"would remove store/{sha}" in printed("host", "gc", "spare", "--all")
     assert main(["host", "gc", "spare", "--all", "--yes"]) == 0
     assert not (spare.folder / "store" / sha).exists()
+
+
+def test_a_character_that_is_half_written_is_read_whole(tmp_path: Path) -> None:
+    place = tmp_path / "jobs" / "one"
+    place.mkdir(parents=True)
+    (place / "job.json").write_text("{}")
+    remote.write(place / "watch.json", {"watcher": [os.getpid(), remote._born(os.getpid())]})
+    (place / "log.txt").write_bytes("a é".encode()[:-1])
+    first = remote.log(tmp_path, {"job": "one", "offset": 0, "lines": None})
+    (place / "log.txt").write_bytes("a é".encode())
+    rest = remote.log(tmp_path, {"job": "one", "offset": first["offset"], "lines": None})
+    assert (first["text"], rest["text"], first["state"]) == ("a ", "é", "running")
+
+
+def test_a_hard_link_takes_no_room_of_its_own(tmp_path: Path) -> None:
+    for folder in ("store", "jobs/old/work", "jobs/new/work"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, file in (("old", "b"), ("new", "a")):
+        job = {"files": {"w": "a"} if name == "new" else {}, "lock": None, "code": "", "env": ""}
+        remote.write(tmp_path / "jobs" / name / "job.json", job)
+        (tmp_path / "store" / file).write_bytes(b"0" * 1000)
+        (tmp_path / "jobs" / name / "work" / "w").hardlink_to(tmp_path / "store" / file)
+    (tmp_path / "jobs/old/work/also").hardlink_to(tmp_path / "store/a")  # which the new job needs
+    for name in ("job.json", "fetched"):
+        (tmp_path / "jobs/old" / name).touch()
+    own = (tmp_path / "jobs/old/job.json").stat().st_size
+    assert remote.gc(tmp_path, {"yes": False, "all": False})["bytes"] == 1000 + own
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
