@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -33,20 +36,25 @@ def write_note(run: RunDirectory) -> Path:
     path = run.path.parent / FILE
     begin, end = f"<!-- {run.name}: filled in -->", f"<!-- {run.name}: yours below -->"
     block = "\n".join([begin, *entry(run), end])
-    try:
-        text = read_plain(path).decode()
-    except FileNotFoundError:
-        text = "# Notes\n"
-    except UnicodeDecodeError as error:
-        raise RunDirectoryError(
-            f"the notes are not UTF-8 at byte {error.start}", where=str(path), fix="save the file as UTF-8"
-        ) from error
-    filled = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if filled.search(text):
-        text = filled.sub(lambda _: block, text, count=1)
-    else:
-        text += f"\n## {run.name}\n\n{block}\n\nLearnt: \n"
-    write_atomic(path, text)
+    with ExitStack() as after:
+        folder = os.open(path.parent, os.O_RDONLY)
+        after.callback(os.close, folder)
+        with suppress(OSError):  # a network's file system may have no locks of folders
+            fcntl.flock(folder, fcntl.LOCK_EX)  # another command may be writing its entry
+        try:
+            text = read_plain(path).decode()
+        except FileNotFoundError:
+            text = "# Notes\n"
+        except UnicodeDecodeError as error:
+            raise RunDirectoryError(
+                f"the notes are not UTF-8 at byte {error.start}", where=str(path), fix="save the file as UTF-8"
+            ) from error
+        filled = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        if filled.search(text):
+            text = filled.sub(lambda _: block, text, count=1)
+        else:
+            text += f"\n## {run.name}\n\n{block}\n\nLearnt: \n"
+        write_atomic(path, text)
     return path
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from lockstep import cli
 from lockstep.config.text import value_at
+from lockstep.scoring.notes import write_note
 from lockstep.track.listing import list_runs
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
@@ -138,6 +142,19 @@ def test_a_note_is_filled_in_again_and_leaves_your_text(runs: Path, capsys: pyte
     assert again.count("Learnt: a tiny model is tiny.") == 2
     assert again.count("## scored") == 1
     assert again.count("x-y") == 1  # plain's entry alone is as it was
+
+
+def test_a_note_waits_for_that_of_another_command(runs: Path) -> None:
+    folder, notes = os.open(runs, os.O_RDONLY), runs / "NOTES.md"
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    writing = threading.Thread(target=write_note, args=(RunDirectory.open(runs / "plain"),))
+    writing.start()
+    writing.join(1.0)
+    assert not notes.exists()
+    notes.write_text("# Notes\n\n## other\n")
+    os.close(folder)
+    writing.join()
+    assert {"## other", "## plain"} <= set(notes.read_text().splitlines())
 
 
 def test_notes_that_are_not_utf_8_are_refused_and_stay(runs: Path, capsys: pytest.CaptureFixture[str]):
