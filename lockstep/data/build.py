@@ -234,7 +234,8 @@ def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, objec
         raise DataError(
             f"two columns would be called {clash!r}: a kept one, and that of the question, answer or id",
             where=prompt.id,
-            fix="set `keep` to the columns that the grader needs, without this one",
+            fix=("set `id` to this column if its values are unique, or " if clash == names.id else "")
+            + "set `keep` to the columns that the grader needs, without this one",
         )
     tools = {TOOLS: prompt.tools} if prompt.tools else {}
     return record | {name: _plain(value) for name, value in prompt.data.items()} | tools

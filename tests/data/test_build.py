@@ -159,3 +159,8 @@ def test_columns_that_json_has_no_form_for(tmp_path: Path) -> None:
     clash = a_set(tmp_path / "b.jsonl", [{"question": "q", "answer": 1, "prompt": "other"}], prompt="question")
     with pytest.raises(DataError, match="two columns would be called 'prompt'"):
         build([clash], tmp_path / "clash")
+    rows = [{"prompt": "q", "answer": 1, "id": "a"}]
+    with pytest.raises(DataError, match="two columns would be called 'id'") as refused:
+        build([a_set(tmp_path / "c.jsonl", rows)], tmp_path / "clash")
+    assert refused.value.fix.startswith("set `id` to this column")
+    build([a_set(tmp_path / "c.jsonl", rows, id="id")], tmp_path / "fixed")
