@@ -98,9 +98,9 @@ def _of_sink(sink: Sink, recipe: Recipe, run: Path | None) -> Iterator[tuple[str
 
 def _files(name: str, run: Path) -> tuple[str, str, str]:
     record = stored_record(run, name) or Record("")
-    last = max((row.step for row in read_metrics(RunDirectory.open(run))), default=0)
+    last = max((row.step for row in read_metrics(RunDirectory.open(run))), default=-1)
     sent = ", ".join(f"{mode} up to step {step}" for mode, step in record.sent.items()) or "nothing yet"
-    text = f"{sent}; the run has {last} steps" + (f"; left behind: {record.failed}" if record.failed else "")
+    text = f"{sent}; the run has {max(last, 0)} steps" + (f"; left behind: {record.failed}" if record.failed else "")
     if name not in LOCAL and record.sent.get("online", -1) < last:
         return "warn", f"{name} files", f"{text}. Send the rest: lockstep track sync {run}"
     return "ok", f"{name} files", text
