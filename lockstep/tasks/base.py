@@ -175,6 +175,10 @@ class OfOthers(BuiltTask):
         task, own = self.own(prompt)
         return task.problems(own)
 
+    def garbage(self, prompt: Prompt) -> str:
+        task, own = self.own(prompt)
+        return task.garbage(own)
+
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         task, own = self.own(prompt)
         return task.grade(own, reply)

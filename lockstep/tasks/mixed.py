@@ -108,10 +108,6 @@ class Mixed(OfOthers):
         graded = task.apart(own)
         return None if graded is None else replace(graded, id=f"{prompt.task}/{graded.id}")
 
-    def garbage(self, prompt: Prompt) -> str:
-        task, own = self.own(prompt)
-        return task.garbage(own)
-
     def programs(self, prompt: Prompt) -> Programs | None:
         task, own = self.own(prompt)
         return task.programs(own)

@@ -9,13 +9,16 @@ import pytest
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.cli import main
 from lockstep.config.load import load
+from lockstep.config.schema import ToolTask
 from lockstep.errors import ConfigError, HealthStop, SyncError
+from lockstep.loops.checks import check_garbage
 from lockstep.loops.start import resume_run
+from lockstep.tasks.build import build_task
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
 from tests.loops import sft_runs
-from tests.loops.runs import NO_EVAL, events, numbers, trained, weights, words
+from tests.loops.runs import NO_EVAL, events, numbers, recipe, trained, weights, words
 
 CLIPPED = (
     NO_EVAL, "steps=6", "save.every=6", "optimizer.max_grad_norm=0.001", "health.clipping={limit: 400, steps: 3, within: 3}",
@@ -144,6 +147,15 @@ def test_a_grader_that_rewards_garbage_stops_the_run_before_its_first_update(
     assert "health.garbage=warn" in err
     run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1", always, "health.garbage=warn", "name=warned")
     assert any("rewards garbage" in text for text in events(run, "warning"))
+
+
+def test_a_grader_behind_tools_is_tried_with_garbage_too(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = recipe(tmp_path, tiny_model_dir, f"task.verifier.path={tmp_path}/grader.py:always_right")
+    questions = made.task.model_dump(mode="json")
+    tools = ToolTask.model_validate({"tools": [{"path": "calculator"}], "questions": questions})
+    task = build_task(tools, 1)
+    with pytest.raises(HealthStop, match="rewards garbage like a right reply"):
+        check_garbage(task, task.batch(0, 4), 1, "stop")
 
 
 def test_texts_among_a_graders_metrics_are_stored_and_stop_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
