@@ -74,8 +74,8 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return f"the weights are {str(weight.dtype).removeprefix('torch.')}, but numerics.exact needs bf16"
     if config.model_type not in FAMILIES:
         return f"it was tested for {' and '.join(sorted(FAMILIES))}, not for {config.model_type}"
-    if adapter.kind not in ("none", "lora") or getattr(adapter, "dora", False) or getattr(adapter, "dropout", 0):
-        return "it supports no adapter except plain LoRA without dropout"
+    if adapter.kind not in ("none", "lora") or getattr(adapter, "dora", False):
+        return "it supports no adapter except plain LoRA"
     if (stored := getattr(adapter, "base", "full")) not in ("full", "mxfp4"):
         return f"the base is in {stored}"
     if numeric := next((recipe.numerics.of(phase) for phase in PHASES if recipe.numerics.of(phase)), ""):
