@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +11,19 @@ from lockstep.config.section import CodePath, Json, Section
 
 ANSWER = "ANSWER"
 """Stands for the answer in `shown_as`."""
+
+
+def compile_pattern(pattern: str) -> Any:
+    """Return the pattern, compiled by RE2, whose time is linear. Raises ValueError if it is none."""
+    import re2
+
+    quiet = re2.Options()
+    quiet.log_errors = False
+    try:
+        return re2.compile(pattern, quiet)
+    except re2.error as error:
+        text = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
+        raise ValueError(f"pattern is not RE2 (which has no backreferences or lookaround): {text}") from error
 
 
 class NumericVerifier(Section):
@@ -91,15 +104,7 @@ class RegexVerifier(Section):
             if self.compare != "text" or self.shown_as != ANSWER:
                 raise ValueError("compare and shown_as have no effect without a pattern")
             return self
-        import re2
-
-        quiet = re2.Options()
-        quiet.log_errors = False
-        try:
-            found = re2.compile(self.pattern, quiet)
-        except re2.error as error:
-            text = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
-            raise ValueError(f"pattern is not RE2 (which has no backreferences or lookaround): {text}") from error
+        found = compile_pattern(self.pattern)
         if found.groups > 1:
             raise ValueError(f"pattern has {found.groups} groups: make all but the answer's non-capturing, (?:...)")
         sample = "7"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from lockstep.config import schema
+from lockstep.config.verifier import compile_pattern
 from lockstep.verifiers.base import Verifier
 from lockstep.verifiers.choice import Choice
 from lockstep.verifiers.code import Code
@@ -13,7 +14,7 @@ from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.expression import Expression
 from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.python import UserFunction
-from lockstep.verifiers.regex import Regex, compile_pattern
+from lockstep.verifiers.regex import Regex
 from lockstep.verifiers.rubric import VerifiersRubric
 from lockstep.verifiers.sets import UnorderedSet
 from lockstep.verifiers.structured import StructuredJson
@@ -35,7 +36,7 @@ def build_verifier(settings: schema.Verifier) -> Verifier:
         case schema.SetVerifier():
             return UnorderedSet(settings.fallback, settings.tolerance, settings.repeats)
         case schema.RegexVerifier():
-            pattern = None if settings.pattern is None else compile_pattern(settings.pattern, "verifier regex, pattern")
+            pattern = None if settings.pattern is None else compile_pattern(settings.pattern)
             return Regex(pattern, settings.compare, settings.shown_as)
         case schema.JsonVerifier():
             return StructuredJson(settings)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep.errors import TaskError
+from lockstep.config.verifier import compile_pattern
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored, verdict
 from lockstep.verifiers.exact import same_number, same_text
 from lockstep.verifiers.extract import FINAL_SHARE, REGION, Answer, final_span, read_answer
 
 TOLERANCE = 1e-6
-MAX_MEMORY = 8 << 20
-"""Bytes that RE2 may use for one pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +46,12 @@ class Regex:
 
     def _match_reference(self, prompt: Prompt, reply: str) -> Grade:
         try:
-            pattern = compile_pattern(prompt.answer, f"the reference answer of {shown(prompt.id)}")
-        except TaskError as error:
-            return unscored(f"{error.where}: {error.what}")
+            pattern = compile_pattern(_storable(prompt.answer))
+        except ValueError as error:
+            return unscored(f"the reference answer of {shown(prompt.id)}: {error}")
         answer = read_answer(reply, "last_line")
         matches = bool(answer.text) and pattern.fullmatch(_storable(answer.text or "")) is not None
         return verdict(answer, matches)
-
-
-def compile_pattern(pattern: str, where: str) -> Any:
-    """Return the pattern, compiled by RE2. Raises TaskError if it is none."""
-    import re2
-
-    options = re2.Options()
-    options.log_errors = False
-    options.max_mem = MAX_MEMORY
-    try:
-        return re2.compile(_storable(pattern), options)
-    except re2.error as error:
-        reason = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
-        raise TaskError(
-            f"the pattern is not valid: {reason}",
-            where=where,
-            fix="write the pattern in RE2 syntax: no backreferences, no lookaround",
-        ) from error
 
 
 def _storable(text: str) -> str:
