@@ -193,8 +193,13 @@ def require_room(plan: DiskPlan, disks: Sequence[Share]) -> None:
     """Raise DoesNotFitError if the run would fill a disk."""
     for one in disks:
         if one.needs + SPARE > one.free:
+            free = (
+                f"only {size(one.free)} are free"
+                if one.free
+                else "none is free: it is full, or holds no files, as /proc"
+            )
             raise DoesNotFitError(
-                [f"the run needs {size(one.needs + SPARE)} of disk space, but only {size(one.free)} are free"],
+                [f"the run needs {size(one.needs + SPARE)} of disk space, but {free}"],
                 where=str(one.folders[0]),
                 fix="free space, put runs_dir or paths.checkpoints on a larger disk, or keep fewer checkpoints "
                 f"(lower save.keep_last; now {plan.kept} exist at once)",

@@ -9,7 +9,7 @@ import pytest
 from lockstep.build.disk import check_first, planned_disk
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import CheckpointError, DoesNotFitError
-from lockstep.plan.disk import SPARE, TOLERANCE, DiskPlan, Share, judge_first, require_room
+from lockstep.plan.disk import SPARE, TOLERANCE, DiskPlan, Share, judge_first, require_room, shares
 from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 
 CASES = {
@@ -45,6 +45,8 @@ def test_checkpoints_are_as_large_as_forecast(case: str, tiny_model_dir: Path, t
 def test_a_run_that_would_fill_the_disk_does_not_start() -> None:
     plan = DiskPlan(weights=8e9, optimizer=24e9, files=1e6, kept=3, rollouts=1e9, scores=1e8)
     require_room(plan, [Share((Path("runs"),), plan.total, plan.total + SPARE)])
+    with pytest.raises(DoesNotFitError, match="but none is free: it is full, or holds no files, as /proc"):
+        require_room(plan, shares(plan, Path("/proc/runs"), Path("/proc/runs")))
     with pytest.raises(DoesNotFitError, match=r"needs 97\.37 GB of disk space, but only 50\.00 GB are free"):
         require_room(plan, [Share((Path("runs"),), plan.total, 50e9)])
 
