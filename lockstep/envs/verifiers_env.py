@@ -146,4 +146,4 @@ def _outcome(answer: Mapping[str, Any]) -> Outcome:
     if not math.isfinite(reward):
         return Outcome(fault=Fault("error", f"its reward is {reward}"))
     metrics = {name: value for name, value in answer["metrics"].items() if math.isfinite(value)}
-    return Outcome(str(answer["answer"]), reward, metrics)
+    return Outcome(str(answer["answer"] or ""), reward, metrics)

@@ -54,6 +54,7 @@ def test_a_reward_that_is_no_number_is_no_score() -> None:
     assert fault.why == "its reward is nan"
     good = _outcome({"ended": "a", "reward": 1.25, "metrics": {"right": 1.0, "odd": float("inf")}, "answer": "7"})
     assert (good.reward, good.metrics, good.text) == (1.25, {"right": 1.0}, "7")
+    assert _outcome({"ended": "a", "reward": 0.0, "metrics": {}, "answer": None}).text == "", "no reply, not 'None'"
 
 
 @pytest.fixture(scope="module")
