@@ -16,6 +16,7 @@ from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config import schema
 from lockstep.config.load import load
 from lockstep.config.schema import Lora, Recipe
+from lockstep.envs.runners import Fault
 from lockstep.envs.spiel.rival import RivalRunner
 from lockstep.envs.spiel.states import state_at
 from lockstep.envs.spiel.text import question
@@ -191,6 +192,22 @@ def test_it_is_asked_in_the_players_words_and_its_legal_moves_are_made() -> None
     assert (board.count("x"), board.count("o")) == (2, 2)  # a move at random was made
     runner.end("g")
     assert runner.poll(0.0) == []
+
+
+def test_an_error_in_a_game_costs_its_own_episode() -> None:
+    settings = schema.OpenSpielTask.model_validate({**GAMES, "rival": {"path": "x"}})
+    place = {"game": "tic_tac_toe", "case": "tic_tac_toe", "history": []}
+    runner = RivalRunner(settings, Scripted("o(0,0)"))  # of its next question it makes an IndexError
+    runner.begin("g", Prompt("x", (), "", "tic_tac_toe", place), 5)
+    runner.begin("h", Prompt("x", (), "", "", {}), 5)
+    first, second = dict(runner.poll(0.0)).values()
+    assert isinstance(first, Turn)
+    assert isinstance(second, Fault)
+    for reply in ("x(1,0)", "x(1,1)"):
+        runner.step("g", reply)
+        ((_, found),) = runner.poll(1.0)
+    assert isinstance(found, Fault)
+    assert found.why.startswith("IndexError: pop from empty list")
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from lockstep.config import schema
@@ -13,7 +14,6 @@ from lockstep.envs.spiel.play import random_mover
 from lockstep.envs.spiel.states import moves_of
 from lockstep.envs.spiel.text import read_move
 from lockstep.envs.turns import fault_of
-from lockstep.errors import TaskError
 from lockstep.types import Message, Prompt, Turn
 from lockstep.user_code import describe
 
@@ -62,17 +62,14 @@ class RivalRunner:
         self._answers: list[Answer] = []
 
     def begin(self, key: str, prompt: Prompt, seed: int) -> None:
-        try:
-            game = RivalGame(self._settings, prompt, random_mover)
-            self._answers.append((key, game.start(seed)))
-        except (TaskError, KeyError, ValueError) as error:
-            self._answers.append((key, Fault("error", describe(error, None))))
-            return
-        self._games[key] = game
+        def started() -> Turn:
+            self._games[key] = RivalGame(self._settings, prompt, random_mover)
+            return self._games[key].start(seed)
+
+        self._follow(key, started)
 
     def step(self, key: str, reply: str) -> None:
-        game = self._games[key]
-        self._follow(key, game, game.take(reply))
+        self._follow(key, lambda: self._games[key].take(reply))
 
     def poll(self, seconds: float) -> list[Answer]:
         until = time.monotonic() + seconds
@@ -81,7 +78,7 @@ class RivalRunner:
             for question, reply in self._sampler.poll(wait) if self._asked else ():
                 key, game = self._asked.pop(question)
                 if self._games.get(key) is game:  # it has not ended meanwhile
-                    self._follow(key, game, game.hear(reply))
+                    self._follow(key, partial(game.hear, reply))
             if self._answers or not self._asked or time.monotonic() >= until:
                 answers, self._answers = self._answers, []
                 return answers
@@ -92,13 +89,17 @@ class RivalRunner:
     def close(self) -> None:
         self._games.clear()
 
-    def _follow(self, key: str, game: RivalGame, turn: Turn | None) -> None:
-        if turn is not None:
-            fault = fault_of(turn)
-            self._answers.append((key, Fault("error", fault) if fault else turn))
-            return
-        question, seed = game.asked()
-        self._questions += 1
-        name = f"{key}/rival/{self._questions}"
-        self._asked[name] = (key, game)
-        self._sampler.ask(name, question, seed)
+    def _follow(self, key: str, move: Callable[[], Turn | None]) -> None:
+        """Make a move, and ask the opponent for the next one if it is its turn. An error costs this episode alone."""
+        try:
+            if (turn := move()) is not None:
+                fault = fault_of(turn)
+                self._answers.append((key, Fault("error", fault) if fault else turn))
+                return
+            question, seed = self._games[key].asked()
+            self._questions += 1
+            name = f"{key}/rival/{self._questions}"
+            self._sampler.ask(name, question, seed)
+            self._asked[name] = (key, self._games[key])
+        except Exception as error:
+            self._answers.append((key, Fault("error", describe(error, None))))
