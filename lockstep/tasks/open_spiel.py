@@ -20,7 +20,7 @@ from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
 from lockstep.tasks.generator import Side
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored
-from lockstep.workers.pool import Answered, Outcome
+from lockstep.workers.pool import Answered
 
 ROLE = "id_probe"
 GARBAGE = "lorem ipsum dolor sit amet"
@@ -68,15 +68,16 @@ class SpielStates(BuiltTask):
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         s, game, history = self._settings, *place_of(prompt)
-        read, moves = read_move(reply, s.answer), moves_at(game, history)
-        action = None if read.text is None else moves.get(read.text)
-        metrics = {"has_answer": float(read.text is not None), "legal": float(action is not None)}
-        extracted = None if read.text is None else shown(read.text)
+        move = read_move(reply, s.answer)
+        action = moves_at(game, history).get(move or "")
+        metrics = {"has_answer": float(move is not None), "legal": float(action is not None)}
+        extracted = None if move is None else shown(move)
         if action is None:
             return Grade(scaled_reward(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
         if s.reward_mode == "legal":
             return Grade(scaled_reward(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
-        played = self._played(game, history, action)
+        how = {"playout": s.playout, "simulations": s.simulations, "playouts": s.playouts, "seed": s.seed}
+        played = pool(s.workers).call({"game": game, "history": list(history), "action": action, **how})
         if not isinstance(played, Answered):
             return unscored(f"its playouts did not end: {played.error}")
         share = float(played.value)
@@ -130,7 +131,8 @@ class SpielStates(BuiltTask):
         number = f"{len(drawn.histories)} different ones" + ("" if drawn.complete else " that could be found")
         setting = "task.num_tasks_per_case" if side is Side.TRAIN else "eval.items"
         most = len(drawn.histories) * (1 if side is Side.TRAIN else len(self.cases))
-        raised = "" if drawn.complete and s.max_random_steps >= _longest(case) else ", or raise task.max_random_steps"
+        whole = drawn.complete and s.max_random_steps >= load(case.game).max_game_length()
+        raised = "" if whole else ", or raise task.max_random_steps"
         raise TaskError(
             f"{want} states of this case are needed for {'training' if side is Side.TRAIN else 'evaluation'}, but there are only "
             f"{number} within {s.max_random_steps} random moves",
@@ -159,11 +161,6 @@ class SpielStates(BuiltTask):
     def workers(self) -> int:
         """Workers for outcomes; the legality of a move is checked here in microseconds."""
         return self._settings.workers if self._settings.reward_mode == "outcome" else 0
-
-    def _played(self, game: str, history: tuple[int, ...], action: int) -> Outcome:
-        s = self._settings
-        how = {"playout": s.playout, "simulations": s.simulations, "playouts": s.playouts, "seed": s.seed}
-        return pool(s.workers).call({"game": game, "history": list(history), "action": action, **how})
 
 
 class SpielGames(SpielStates):
@@ -214,10 +211,6 @@ def build_spiel(settings: schema.OpenSpielTask, seed: int) -> SpielStates:
             spiel_maker(settings)  # a missing opponent is reported now
         return SpielGames(settings, seed)
     return SpielStates(settings, seed)
-
-
-def _longest(case: Case) -> int:
-    return int(load(case.game).max_game_length())
 
 
 def _refuse_hidden(case: Case) -> None:

@@ -92,8 +92,9 @@ def load(game: str) -> Any:
     try:
         found = spiel.load_game(game)
     except (spiel.SpielError, IndexError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise TaskError(
-            f"OpenSpiel rejects this game or its parameters: {_first_line(error)}", where=where, fix=_hint(game)
+            f"OpenSpiel rejects this game or its parameters: {reason}", where=where, fix=_hint(game)
         ) from error
     if why := _unplayable(spiel, found):
         raise TaskError(why, where=where, fix="choose another game, or leave task.games out to take the built-in suite")
@@ -148,8 +149,8 @@ def _configured(names: Sequence[str], configs: Mapping[str, Sequence[Mapping[str
 
 
 def _load_string(name: str, config: Mapping[str, Json]) -> str:
-    values = {key: str(value) for key, value in sorted(config.items())}  # OpenSpiel writes booleans like Python
-    return f"{name}({','.join(f'{key}={value}' for key, value in values.items())})" if values else name
+    settings = [f"{key}={value}" for key, value in sorted(config.items())]  # OpenSpiel writes booleans like Python
+    return f"{name}({','.join(settings)})" if settings else name
 
 
 def _nearest(name: str) -> str:
@@ -169,9 +170,9 @@ def _tried(text: str) -> Any:
 
     The suite is known to be sound.
     """
-    if text in BOARD:
-        return load(text)
     game = load(text)
+    if text in BOARD:
+        return game
     where = f"task.games: {text}"
     try:
         done = subprocess.run(
@@ -202,7 +203,3 @@ def _short(game: str) -> str:
 
 def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__

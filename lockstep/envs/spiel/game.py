@@ -48,11 +48,11 @@ class SpielGame:
 
     def take(self, reply: str) -> Turn | None:
         """Return the turn after a reply; None if an opponent must move first, by `play`."""
-        moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
-        if read.text is None or read.text not in moves:
-            return self._illegal(read.text)
-        self._noted, self._moved = {"legal_moves": 1.0}, read.text
-        return self.play(moves[read.text])
+        moves, move = moves_of(self._state), read_move(reply, self._settings.answer)
+        if move is None or move not in moves:
+            return self._illegal(move)
+        self._noted, self._moved = {"legal_moves": 1.0}, move
+        return self.play(moves[move])
 
     def play(self, action: int) -> Turn | None:
         """Make a move; returns the player's next turn, None if an opponent's move comes first."""
@@ -91,11 +91,7 @@ class SpielGame:
 def spiel_maker(settings: schema.OpenSpielTask) -> Callable[[Prompt], SpielGame]:
     """Return a function that makes games. Raises TaskError if the opponent is missing."""
     opponent = mover_of(settings.opponent, settings.simulations)
-
-    def make(prompt: Prompt) -> SpielGame:
-        return SpielGame(settings, prompt, opponent)
-
-    return make
+    return lambda prompt: SpielGame(settings, prompt, opponent)
 
 
 def place_of(prompt: Prompt) -> tuple[str, tuple[int, ...]]:

@@ -43,8 +43,8 @@ class RivalGame(SpielGame):
 
     def hear(self, reply: str) -> Turn | None:
         """Make the opponent's move from its reply. A reply without a legal move is replaced by a random one, and counted."""
-        moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
-        action = moves.get(read.text or "")
+        moves, move = moves_of(self._state), read_move(reply, self._settings.answer)
+        action = moves.get(move or "")
         illegal = self._noted.get("rival_illegal", 0.0) + float(action is None)
         self._noted["rival_illegal"] = illegal
         return self.play(random_mover(self._state, self._numbers) if action is None else action)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, assert_never
 
 from lockstep.envs.spiel.states import moves_of, shown
@@ -38,14 +37,6 @@ _UNLISTED: Mapping[Format, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Result of reading a reply: the text in the move's place, None if there is no such place, and the reason."""
-
-    text: str | None
-    why: str = ""
-
-
 def question(state: Any, case: str, answer: Format, *, show_moves: bool) -> tuple[Message, ...]:
     """Return the whole question: game, board, side to move, legal moves, and the answer format."""
     lines = [f"Game: {case}", shown(state), f"To move: {mover(state)}"]
@@ -63,8 +54,9 @@ def mover(state: Any) -> str:
     return f"{marks[player]} ({number})" if marks is not None else number
 
 
-def read_move(reply: str, answer: Format) -> Read:
-    """Return the text in the place of the move, without spaces around it. Its legality is not checked here.
+def read_move(reply: str, answer: Format) -> str | None:
+    """Return the text in the place of the move, without spaces around it; None if there is none. Any text there is one: its
+    legality is not checked here.
 
     A reply with two moves gives none, nor does one that continues after its tag. Time grows linearly with the reply.
     """
@@ -72,14 +64,12 @@ def read_move(reply: str, answer: Format) -> Read:
         case "tag":
             found = _tagged(reply)
         case "line":
-            found = Read(reply.rstrip().rpartition("\n")[2].strip())
+            found = reply.rstrip().rpartition("\n")[2].strip()
         case "reply":
-            found = Read(reply.strip())
+            found = reply.strip()
         case _:
             assert_never(answer)
-    if found.text is not None and len(found.text) > MAX_SHOWN:
-        return Read(None, "too long for a move")
-    return Read(None, found.why or "nothing there") if not found.text else found
+    return found if 0 < len(found) <= MAX_SHOWN else None
 
 
 def written(move: str, answer: Format) -> str:
@@ -87,11 +77,10 @@ def written(move: str, answer: Format) -> str:
     return f"{OPEN}{move}{CLOSE}" if answer == "tag" else move
 
 
-def _tagged(reply: str) -> Read:
+def _tagged(reply: str) -> str:
+    """Return what is in the tag; "" unless there is exactly one, at the end."""
     if reply.count(OPEN) != 1 or reply.count(CLOSE) != 1:
-        return Read(None, f"not exactly one {OPEN}…{CLOSE}")
+        return ""
     before, _, rest = reply.partition(OPEN)
     inside, _, after = rest.partition(CLOSE)
-    if CLOSE in before or after.strip():
-        return Read(None, f"something after {CLOSE}")
-    return Read(inside.strip())
+    return "" if CLOSE in before or after.strip() else inside.strip()

@@ -262,7 +262,7 @@ def test_the_recipes_examples_are_what_the_task_asks() -> None:
         state = state_at(game, history)
         (asked,) = question(state, game, recipe.task.answer, show_moves=recipe.task.show_moves)
         assert example.user == asked["content"]
-        move = read_move(example.assistant, recipe.task.answer).text
+        move = read_move(example.assistant, recipe.task.answer)
         assert move in {state.action_to_string(action) for action in state.legal_actions()}
 
 
