@@ -88,7 +88,7 @@ def to_prompt(values: Mapping[str, object], id: str, task: str, columns: Columns
     used = set() if columns.whole else used | ({columns.id} if columns.id else set())
     wanted = [name for name in values if name not in used] if columns.keep is None else columns.keep
     tools = tools_of(values)
-    kept = {name: _kept(values, name) for name in wanted if not (tools and name == TOOLS)}
+    kept = {name: cell(values, name) for name in wanted if not (tools and name == TOOLS)}
     return Prompt(id, turns, answer, task, kept, tools)
 
 
@@ -198,6 +198,11 @@ def value_at(values: Mapping[str, object], path: str) -> object:
     return found
 
 
+def cell(values: Mapping[str, object], path: str) -> object:
+    """Return what `value_at` does, but None for a column that is null."""
+    return values[path] if path in values else value_at(values, path)
+
+
 def kind_of(value: object) -> str:
     """Return the kind of a value in words."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"}
@@ -212,10 +217,6 @@ def _member(values: Mapping[str, object], name: str, what: str) -> object:
         hint = f"did you mean {near[0]!r}?" if near else f"it has {has}"
         raise BadRow(f"there is no {what} {name!r}; {hint}")
     return values[name]
-
-
-def _kept(values: Mapping[str, object], name: str) -> object:
-    return values[name] if name in values else value_at(values, name)
 
 
 def _bare(text: str, columns: Columns) -> str:

@@ -25,7 +25,7 @@ from lockstep.config.data import (
     Tokens,
     stage_name,
 )
-from lockstep.data.columns import BadRow, Columns, answer_of, kind_of, question_of, value_at
+from lockstep.data.columns import BadRow, Columns, answer_of, cell, kind_of, question_of, value_at
 from lockstep.data.overlap import Index, add_question, finds
 from lockstep.data.presets import preset_of
 from lockstep.data.questions import question_digest, raw_digest
@@ -211,14 +211,6 @@ def _raw(row: Row, path: str) -> object:
         return None
 
 
-def _cell(row: Row, path: str) -> object:
-    """Return the value of a column, None if it is null. Raises BadRow if there is no such column."""
-    values = row.values or {}
-    if path in values:
-        return values[path]
-    return value_at(values, path)
-
-
 def _question(row: Row, columns: Columns) -> str:
     return "\n".join(turn["content"] for turn in question_of(row.values or {}, columns))
 
@@ -229,7 +221,7 @@ def _among(settings: Among | NotAmong) -> Keep:
     paths = settings.columns
 
     def holds(row: Row, path: str) -> bool:
-        value = _cell(row, path)
+        value = cell(row.values or {}, path)
         return isinstance(value, str | bool | int) and (type(value), value) in wanted
 
     if isinstance(settings, Among):
@@ -241,7 +233,7 @@ def _mentions(settings: Mentions | NotMentions) -> Keep:
     texts, wanted = [text.casefold() for text in settings.texts], isinstance(settings, Mentions)
 
     def keep(row: Row) -> bool:
-        value = _cell(row, settings.column)
+        value = cell(row.values or {}, settings.column)
         if value is not None and not isinstance(value, str):
             raise BadRow(f"{settings.column!r} must be text, this is {kind_of(value)}")
         folded = (value or "").casefold()

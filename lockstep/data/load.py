@@ -99,8 +99,8 @@ class Rows:
         self._stages = stages_of(
             data, self.columns, where, lambda other, place: open_rows(other, where=place).prompts()
         )
-        self._reading: Reading | None = None
-        self._hash: str | None = None
+        self._done: tuple[Reading, str] | None = None
+        """Of the last complete reading: its counts, and the hash of its rows."""
 
     @property
     def name(self) -> str:
@@ -114,20 +114,19 @@ class Rows:
     @property
     def content_hash(self) -> str:
         """Hash of the rows; reads the sources if no iteration has ended yet."""
-        if self._hash is None:
-            for _ in self:
-                pass
-        assert self._hash is not None  # an iteration sets it, or raises
-        return self._hash
+        return self._read_once()[1]
 
     @property
     def reading(self) -> Reading:
         """Counts of the last complete reading; reads the sources if there was none."""
-        if self._reading is None:
+        return self._read_once()[0]
+
+    def _read_once(self) -> tuple[Reading, str]:
+        if self._done is None:
             for _ in self:
                 pass
-        assert self._reading is not None  # as above
-        return self._reading
+        assert self._done is not None  # an iteration sets it, or raises
+        return self._done
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows that could be read and passed the filters.
@@ -216,14 +215,14 @@ class Rows:
                 where=self._place(),
                 fix=f"correct the filters; `lockstep data check` shows rows that {worst.name} drops",
             )
-        if self.located.generator and self._hash not in (None, digest):
+        if self.located.generator and self._done is not None and self._done[1] != digest:
             raise DataError(
                 "the generator gave different rows when it was read a second time",
                 where=self.located.generator,
                 fix="make the rows depend on the generator's arguments alone: seed its random numbers",
             )
-        self._reading = Reading(tally.read, tally.bad, tuple(tally.problems), stages, tally.kept, whole)
-        self._hash = digest
+        reading = Reading(tally.read, tally.bad, tuple(tally.problems), stages, tally.kept, whole)
+        self._done = reading, digest
 
     def _refusal(self, tally: _Tally) -> DataError:
         lines = [

@@ -48,14 +48,6 @@ class Said:
         return json.dumps([self.role, self.text.strip(), calls], sort_keys=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A prompt, and how many of its leading ids are those of an earlier prompt and its reply."""
-
-    ids: TokenIds
-    reused: int
-
-
 @dataclass(slots=True)
 class _Known:
     """The conversations of one key: ids up to the end of a reply, by the hash of the turns so far."""
@@ -76,10 +68,11 @@ class Conversations:
         except ChatError:  # a template without a place for earlier replies: each prompt is rendered as a whole
             self._continuation = None
 
-    def render(self, key: str, turns: Sequence[Said], tools: str) -> Rendered:
-        """Return the prompt's ids: those of the longest known beginning as they were sampled, and the turns after it appended.
+    def render(self, key: str, turns: Sequence[Said], tools: str) -> tuple[TokenIds, int]:
+        """Return the prompt's ids, and how many of them are those of an earlier prompt and its reply.
 
-        Without a known beginning all turns are rendered. Raises ChatError for turns that the template refuses.
+        The longest known beginning stays as it was sampled, and the turns after it are appended. Without one all turns are
+        rendered. Raises ChatError for turns that the template refuses.
         """
         hashes = _hashes(turns, tools)
         messages = [self._message(turn) for turn in turns]
@@ -87,12 +80,12 @@ class Conversations:
             known = self._known.get(key, _Known()).ids
             begun = [place for place in range(len(turns) - 1, 0, -1) if hashes[place - 1] in known]
             if not begun or self._continuation is None:
-                return Rendered(self.chat.render(messages, tools), 0)
+                return self.chat.render(messages, tools), 0
             self.chat.framed(messages)  # refuses what it would refuse without a known beginning
             name = hashes[begun[0] - 1]
             known.move_to_end(name)
             ids = known[name]
-            return Rendered(ids + self._continuation.after(ids[-1], messages[begun[0] :]), len(ids))
+            return ids + self._continuation.after(ids[-1], messages[begun[0] :]), len(ids)
 
     def replied(self, key: str, turns: Sequence[Said], reply: Said, tools: str, ids: TokenIds) -> None:
         """Remember a reply: `ids` are those of the prompt and the reply."""

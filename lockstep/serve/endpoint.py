@@ -137,10 +137,9 @@ class Endpoint(LoopbackServer):
         prompt, reused = wanted.prompt_ids, 0
         if not prompt:
             try:
-                rendered = self.conversations.render(key, wanted.turns, wanted.tools)
+                prompt, reused = self.conversations.render(key, wanted.turns, wanted.tools)
             except ChatError as error:
                 raise Refusal(400, f"messages: {error}"[:1000], "messages") from error
-            prompt, reused = rendered.ids, rendered.reused
         room = self.context - len(prompt) if self.context else max(wanted.sampling.max_tokens, self.max_tokens)
         if room < 1:
             what = f"the prompt has {len(prompt)} tokens, the model's context is {self.context}"
@@ -348,10 +347,9 @@ class Handler(LoopbackHandler):
         return bool(looking.poll(0)) and self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
 
     # --- writing --------------------------------------------------------------------------------------------------
-    def _send(self, status: int, answer: dict[str, Any], **headers: str) -> None:
-        named = {"Content-Type": "application/json"} | {
-            name.replace("_", "-"): value for name, value in headers.items()
-        }
+    def _send(self, status: int, answer: dict[str, Any]) -> None:
+        named = {"Content-Type": "application/json"}
+        named |= {"Retry-After": "1"} if status == 429 else {}
         named |= {"Connection": "close"} if self.close_connection else {}
         self.answer(status, json.dumps(answer, allow_nan=False).encode(), named)
 
@@ -380,7 +378,7 @@ class Handler(LoopbackHandler):
             if self.streaming:
                 self._event(answer, "error" if theirs else "")
             else:
-                self._send(refusal.status, answer, **({"Retry_After": "1"} if refusal.status == 429 else {}))
+                self._send(refusal.status, answer)
         except OSError:  # the client is gone
             self.close_connection = True
 

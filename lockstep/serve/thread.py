@@ -7,8 +7,8 @@ import logging
 import threading
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lockstep.errors import BusyError, EngineError, LockstepError
@@ -144,7 +144,8 @@ class EngineThread:
                     self._engine.cancel(id)
                     self._running.pop(id, None)
             running = [opened.ask for opened in self._running.values()]
-            admitted = [self._next() for _ in range(self._room())]
+            room = self._most_running - len(self._running)
+            admitted = [self._next() for _ in range(min(sum(map(len, self._waiting.values())), room))]
             for opened in admitted:
                 self._running[opened.ask.id] = opened
         report_progress(self._engine, running)
@@ -154,10 +155,7 @@ class EngineThread:
             except LockstepError as error:
                 with self._changed:
                     self._running.pop(opened.ask.id)
-                self._settle([opened], error)
-
-    def _room(self) -> int:
-        return min(sum(map(len, self._waiting.values())), self._most_running - len(self._running))
+                self._settle(opened, error)
 
     def _next(self) -> _Open:
         """Take the first request of the first key, which then comes last."""
@@ -186,7 +184,7 @@ class EngineThread:
         with self._changed:
             opened = self._running.pop(completion.request.id, None)
         if opened is not None:
-            self._settle([opened], completion)
+            self._settle(opened, completion)
 
     def _fail(self, error: Exception) -> None:
         """Answer the running requests with an error, and the waiting ones too if the thread is closed."""
@@ -197,19 +195,17 @@ class EngineThread:
             if self._closed:
                 failed += [opened for queue in self._waiting.values() for opened in queue]
                 self._waiting.clear()
-        self._settle(failed, error)
+        for opened in failed:
+            self._settle(opened, error)
 
-    def _settle(self, done: Iterable[_Open], result: Completion | Exception) -> None:
-        for opened in done:
-            with self._changed:
-                self._open.pop(opened.ask.id, None)
-            try:
-                if isinstance(result, Exception):
-                    opened.future.set_exception(_said(result))
-                else:
-                    opened.future.set_result(result)
-            except InvalidStateError:  # cancelled meanwhile
-                pass
+    def _settle(self, opened: _Open, result: Completion | Exception) -> None:
+        with self._changed:
+            self._open.pop(opened.ask.id, None)
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            if isinstance(result, Exception):
+                opened.future.set_exception(_said(result))
+            else:
+                opened.future.set_result(result)
 
 
 class _Closed(Exception):

@@ -53,23 +53,23 @@ def test_a_chat_goes_on_from_the_longest_known_beginning(seed: int):
                 turns = [*turns[:end], Said("assistant", "my own words"), Said("user", "and?")]
         if turns[-1].role == "assistant":
             turns += [Said(chance.choice(["user", "tool"]), chance.choice(WORDS))]
-        prompt = held.render("k", turns, "")
+        prompt, reused = held.render("k", turns, "")
         before = [(said, ids) for said, ids in known if said == turns[: len(said)] and len(said) < len(turns)]
         if before:
             longest = max(len(said) for said, _ in before)
             ids = [ids for said, ids in before if len(said) == longest][-1]  # the same text twice: the newest
             rest = [held._message(turn) for turn in turns[longest:]]
-            assert prompt.ids == ids + continuation.after(ids[-1], rest)
-            assert prompt.reused == len(ids)
+            assert prompt == ids + continuation.after(ids[-1], rest)
+            assert reused == len(ids)
         else:
-            assert prompt.reused == 0
-            assert prompt.ids == chat().render([held._message(turn) for turn in turns])
+            assert reused == 0
+            assert prompt == chat().render([held._message(turn) for turn in turns])
         ids = reply_ids(chance)
         said = held.read(ids, (), "", "c").said
-        held.replied("k", turns, said, "", prompt.ids + ids)
-        known.append(([*turns, said], prompt.ids + ids))
+        held.replied("k", turns, said, "", prompt + ids)
+        known.append(([*turns, said], prompt + ids))
         chats.append([*turns, said])
-    assert held.render("another key", chats[-1][:-1], "").reused == 0
+    assert held.render("another key", chats[-1][:-1], "")[1] == 0
     held.forget("k")
     assert not held._known
 
@@ -82,7 +82,7 @@ def test_white_space_and_the_form_of_json_do_not_matter_and_anything_else_does()
 
     def reused(text: str = "I add.", call: str = '{"b":[2],"a":1}', name: str = "add", first: str = "a") -> int:
         changed = Said("assistant", text, (ToolCall(name, call, "other"),))
-        return held.render("k", [Said("user", first), changed, Said("tool", "3")], "").reused
+        return held.render("k", [Said("user", first), changed, Said("tool", "3")], "")[1]
 
     assert reused() == 3
     assert not reused(text="I added.")
@@ -91,7 +91,7 @@ def test_white_space_and_the_form_of_json_do_not_matter_and_anything_else_does()
     assert not reused(first="b")
     tools = json.dumps([{"type": "function", "function": {"name": "add"}}])
     changed = [Said("user", "a"), reply, Said("tool", "3")]
-    assert held.render("k", changed, tools).reused == 0, "with other tools the prompt was another"
+    assert held.render("k", changed, tools)[1] == 0, "with other tools the prompt was another"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_is_remembered_does_not_decide_whether_a_chat_is_refused(known: boo
     held = Conversations(chat())
     turns, reply = [Said("user", "What is 4 + 3?")], Said("assistant", "7")
     if known:
-        held.replied("k", turns, reply, "", (*held.render("k", turns, "").ids, 5, chat().stop_ids[0]))
+        held.replied("k", turns, reply, "", (*held.render("k", turns, "")[0], 5, chat().stop_ids[0]))
     with pytest.raises(ChatError):
         held.render("k", [*turns, reply, Said("user", "and?"), last], "")
 
@@ -153,6 +153,6 @@ def test_what_was_used_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch)
     for i in range(3):
         held.replied("k", [Said("user", str(i))], Said("assistant", "x"), "", tuple(range(3, 13)))
     reused = [
-        held.render("k", [Said("user", str(i)), Said("assistant", "x"), Said("user", "b")], "").reused for i in range(3)
+        held.render("k", [Said("user", str(i)), Said("assistant", "x"), Said("user", "b")], "")[1] for i in range(3)
     ]
     assert reused == [0, 10, 10]
