@@ -69,7 +69,7 @@ class Carried:
     def at_start(recipe: Recipe) -> Carried:
         task = recipe.task
         curriculum = isinstance(task, MixedTask) and task.curriculum is not None
-        return Carried(recipe.algorithm.kl.coef, progress=Progress.at_start() if curriculum else None)
+        return Carried(recipe.algorithm.kl.coef, progress=Progress() if curriculum else None)
 
     def adapt_kl(self, recipe: Recipe, kl: float, samples: int) -> None:
         """Move the coefficient after a step whose mean k1 per token was `kl`; without a target it stays."""
@@ -85,7 +85,7 @@ class Carried:
     def restore(self, saved: Mapping[str, Any]) -> None:
         self.kl_coef, self.empty_steps = saved["kl_coef"], saved["empty_steps"]
         found = saved.get("progress")  # checkpoints from before mixed tasks have none
-        self.progress = None if found is None else Progress.restored(found)
+        self.progress = None if found is None else Progress(**found)
 
 
 class Meanwhile:

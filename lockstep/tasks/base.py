@@ -229,19 +229,13 @@ class VerifiedTask(BuiltTask):
         keep_in(self.verifier, folder)
 
 
-class Grader(VerifiedTask):
+class Grader(VerifiedTask, NoQuestions):
     """A task that only grades, where others ask."""
 
     name = "grader"
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
-
-    def batch(self, step: int, size: int) -> tuple[Prompt, ...]:
-        return ()
-
-    def heldout(self, role: str, size: int) -> tuple[Prompt, ...]:
-        return ()
 
 
 def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: str) -> tuple[Prompt, ...]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
 
 from lockstep.config import schema
 from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
-from lockstep.tasks.base import BuiltTask, OfOthers
+from lockstep.tasks.base import BuiltTask, NoQuestions, OfOthers
 from lockstep.types import Group, Prompt
 
 STEPS = 1000
@@ -26,26 +25,15 @@ class Progress:
     Example: Progress({"sums": 40}, {"sums": 0.3}, {"sums": 0.2})
     """
 
-    drawn: dict[str, int]
+    drawn: dict[str, int] = field(default_factory=dict)
     """Number of prompts asked so far, per task."""
-    rates: dict[str, float]
+    rates: dict[str, float] = field(default_factory=dict)
     """Solve rates, moving averages; a task that was not asked yet has none."""
-    credit: dict[str, float]
+    credit: dict[str, float] = field(default_factory=dict)
     """Prompts owed to each task, so that a small share is asked too, though not in every step."""
 
-    @staticmethod
-    def at_start() -> Progress:
-        return Progress({}, {}, {})
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def restored(saved: Mapping[str, Any]) -> Progress:
-        return Progress(dict(saved["drawn"]), dict(saved["rates"]), dict(saved["credit"]))
-
-
-class MixedGrader(OfOthers):
+class MixedGrader(OfOthers, NoQuestions):
     """Grades replies to the prompts that `Mixed.apart` returns."""
 
     name = "grader"
@@ -56,12 +44,6 @@ class MixedGrader(OfOthers):
     def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
         name, _, id = prompt.id.partition("/")
         return self._graders[name], replace(prompt, id=id)
-
-    def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        return ()
-
-    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        return ()
 
 
 class Mixed(OfOthers):

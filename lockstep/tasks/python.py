@@ -15,7 +15,6 @@ from lockstep.user_code import describe
 from lockstep.verifiers.python import UserFunction, check_call, check_sendable, load_class, make_object, with_seed
 
 METHODS = {"batch": ("step", "size"), "heldout": ("role", "size"), "grade": ("prompt", "reply")}
-_EXAMPLE = 'self.name = "my_task"'
 
 
 class UserTask(VerifiedTask):
@@ -149,5 +148,5 @@ def as_task(made: object, path: str) -> Task:
             )
         check_call(function, parameters, f"{path}.{method}")
     if not isinstance(getattr(made, "name", None), str) or not cast(Task, made).name:
-        raise TaskError("the task has no name", where=path, fix=f"set one in its class: {_EXAMPLE}")
+        raise TaskError("the task has no name", where=path, fix='set one in its class: self.name = "my_task"')
     return cast(Task, made)

@@ -111,15 +111,12 @@ class RewardFunctions(UserGrader):
 
 def load(path: str, arguments: Mapping[str, Any] | None, seed: int | None) -> Callable[[Any], list[Grade]]:
     """Load what UserFunction calls, in a worker. Raises TaskError if it cannot be used."""
-    function = load_function(path) if arguments is None else load_method(path, arguments, seed)
+    if arguments is None:
+        function = cast(UserGrade, load_callable(path))
+        check_call(function, ("prompt", "reply"), path)
+    else:
+        function = load_method(path, arguments, seed)
     return lambda call: [as_grade(function(call["prompt"], reply)) for reply in call["replies"]]
-
-
-def load_function(spec: str) -> UserGrade:
-    """Return the function `file.py:function`. Raises TaskError if it is missing or cannot be called as (prompt, reply)."""
-    function = load_callable(spec)
-    check_call(function, ("prompt", "reply"), spec)
-    return function
 
 
 def load_method(spec: str, arguments: Mapping[str, Any], seed: int | None) -> UserGrade:

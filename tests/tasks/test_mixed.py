@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import pytest
 
@@ -88,7 +89,7 @@ def group(task: str, *rewards: float | None) -> Group:
 
 def test_a_curriculum_asks_more_of_what_is_solved_sometimes() -> None:
     band = schema.Curriculum(low=0.2, high=0.8, outside=0.25, memory=0.5)
-    task, progress = mix({"easy": 1.0, "mid": 1.0, "hard": 1.0}, band), Progress.at_start()
+    task, progress = mix({"easy": 1.0, "mid": 1.0, "hard": 1.0}, band), Progress()
     assert task.shares(progress) == pytest.approx({"easy": 1 / 3, "mid": 1 / 3, "hard": 1 / 3})
     task.learn(progress, [group("easy", 1, 1), group("mid", 1, 0, None), group("hard", 0, 0)])
     assert progress.rates == {"easy": 1.0, "mid": 0.5, "hard": 0.0}
@@ -102,9 +103,9 @@ def test_a_curriculum_asks_more_of_what_is_solved_sometimes() -> None:
 
 def test_dealing_goes_on_from_what_was_saved() -> None:
     band = schema.Curriculum()
-    task, whole = mix({"a": 2.0, "b": 1.0}, band), Progress.at_start()
+    task, whole = mix({"a": 2.0, "b": 1.0}, band), Progress()
     first = [p.id for p in task.deal(whole, 5)]
-    saved = Progress.restored(whole.as_json())
+    saved = Progress(**asdict(whole))
     rest = [p.id for p in task.deal(whole, 5)]
     assert [p.id for p in mix({"a": 2.0, "b": 1.0}, band).deal(saved, 5)] == rest
     assert not set(first) & set(rest)
