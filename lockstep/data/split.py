@@ -46,23 +46,18 @@ def split(prompts: Sequence[Prompt], heldout: int, where: str = "") -> Split:
     return Split(train, tuple(first[digest] for digest in chosen), len(prompts) - len(train) - heldout)
 
 
-def overlap(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> tuple[tuple[Prompt, Prompt], ...]:
-    """Return pairs of a training prompt and a held-out prompt that ask the same question."""
+def refuse_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], where: str) -> None:
+    """Raise DataError if training asks a held-out question; names the first few."""
     asked: dict[bytes, Prompt] = {}
     for prompt in train:
         asked.setdefault(question_digest(prompt.messages), prompt)
-    pairs = ((asked.get(question_digest(prompt.messages)), prompt) for prompt in heldout)
-    return tuple((trained, prompt) for trained, prompt in pairs if trained is not None)
-
-
-def refuse_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], where: str) -> None:
-    """Raise DataError if training asks a held-out question; names the first few."""
-    pairs = overlap(train, heldout)
-    if not pairs:
+    digests = ((question_digest(held.messages), held) for held in heldout)
+    same = [f"{held.id} = {asked[digest].id} ({_start(held)!r})" for digest, held in digests if digest in asked]
+    if not same:
         return
-    names = "; ".join(f"{held.id} = {trained.id} ({_start(held)!r})" for trained, held in pairs[:_SHOWN])
+    names = "; ".join(same[:_SHOWN])
     raise DataError(
-        f"{len(pairs)} of {len(heldout)} held-out questions are also training questions: {names}",
+        f"{len(same)} of {len(heldout)} held-out questions are also training questions: {names}",
         where=where,
         fix="remove these questions from the training data or from the held-out data",
     )

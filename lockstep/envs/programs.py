@@ -248,12 +248,10 @@ def _whole(command: Sequence[str]) -> list[str]:
     scripts = [part for part in command[1:] if part.endswith((".py", ".sh", ".js")) and not re.search(r"\s", part)]
     if missing := [part for part in scripts if not Path(part).exists()]:
         raise TaskError(f"there is no file {missing[0]}", where="task.command", fix="correct this path in the command")
-    return [str(Path(part).absolute()) if "/" in part and Path(part).exists() else part for part in _here(command)]
-
-
-def _here(command: Sequence[str]) -> list[str]:
     return [
-        f"./{part}" if place and Path(part).is_file() and "/" not in part else part
+        str(Path(part).absolute())
+        if Path(part).exists() and ("/" in part or (place and Path(part).is_file()))
+        else part
         for place, part in enumerate(command)
     ]
 

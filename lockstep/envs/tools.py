@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from lockstep.codec import strict_json
 from lockstep.config import tools as schema
@@ -184,8 +184,6 @@ def _value(text: str, *, as_text: bool) -> object:
 
 def _model_of(function: Callable[..., object], described: Mapping[str, str], where: str) -> type[BaseModel]:
     """Return a model with the function's parameters as fields. Raises TaskError for parameters that no call can name."""
-    from pydantic import Field
-
     try:
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:

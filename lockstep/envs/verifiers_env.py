@@ -86,13 +86,10 @@ class VerifiersPrograms:
                 where="task.python",
                 fix="correct task.python",
             )
-        settings, log = (
-            json.dumps(_driven(self._settings)),
-            subprocess.DEVNULL if self.log is None else self.log.open("a"),
-        )
+        log = subprocess.DEVNULL if self.log is None else self.log.open("a")
         beside = os.pathsep.join((str(Path(python).absolute().parent), os.environ.get("PATH", os.defpath)))
         process = subprocess.Popen(
-            [python, "-P", str(verifiers_driver.__file__), settings],
+            [python, "-P", str(verifiers_driver.__file__), json.dumps(_driven(self._settings))],
             env={**os.environ, "PATH": beside},  # verifiers calls the `uv` of its own environment; else it fetches one
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip

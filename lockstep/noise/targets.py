@@ -89,16 +89,12 @@ def _feeding(model: nn.Module) -> Iterator[_Norm]:
         first, second = children.get(BEFORE_ATTENTION), next((c for c in BEFORE_MLP if c in children), None)
         if first is None:
             continue
-        routes = _routes(module)
+        routes = any(inner.rpartition(".")[2] in ROUTERS for inner, _ in module.named_modules())
         if (own := clean_name(f"{name}.{BEFORE_ATTENTION}.weight")) in norms:
             # Without a second norm, attention and MLP both read the first one's output (Phi, Cohere).
             yield _Norm(own, before_mlp=False, routes=routes and second is None)
         if second is not None and (own := clean_name(f"{name}.{second}.weight")) in norms:
             yield _Norm(own, before_mlp=True, routes=routes)
-
-
-def _routes(layer: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] in ROUTERS for name, _ in layer.named_modules())
 
 
 def _by_role(norms: Sequence[_Norm], *, only_before_mlp: bool) -> tuple[list[str], list[str]]:
@@ -127,7 +123,7 @@ def _by_patterns(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 def _scales(names: Sequence[str], layer_scale: Mapping[str, float]) -> list[float]:
     """Return the scale of each norm. A whole name wins over patterns; at most one pattern may fit a name."""
     for pattern in layer_scale:
-        if not any(_fits(pattern, name) for name in names):
+        if not any(_is_whole(pattern, name) or re.search(pattern, name) for name in names):
             raise _fits_nothing("noise.layer_scale", pattern, names)
     return [_scale(name, layer_scale) for name in names]
 
@@ -141,10 +137,6 @@ def _scale(name: str, layer_scale: Mapping[str, float]) -> float:
         text = " and ".join(f"{key!r} ({factor:g})" for key, factor in found.items())
         raise ConfigError([f"noise.layer_scale: {text} both match {name}"], fix="write patterns that do not overlap")
     return next(iter(found.values()), 1.0)
-
-
-def _fits(key: str, name: str) -> bool:
-    return _is_whole(key, name) or re.search(key, name) is not None
 
 
 def _is_whole(key: str, name: str) -> bool:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lockstep.data.questions import data_hash, normalised_question, question_digest
-from lockstep.data.split import overlap, refuse_overlap, split
+from lockstep.data.split import refuse_overlap, split
 from lockstep.errors import DataError
 from lockstep.types import Prompt
 
@@ -34,7 +34,7 @@ def test_split_shares_no_question_and_loses_none():
     parts = split(PROMPTS, 30)
     assert len(parts.heldout) == 30
     assert sorted(p.id for p in parts.train + parts.heldout) == sorted(p.id for p in PROMPTS)
-    assert overlap(parts.train, parts.heldout) == ()
+    refuse_overlap(parts.train, parts.heldout, "a and b")
     assert parts.dropped == 0
     assert [p.id for p in parts.train] == [p.id for p in PROMPTS if p in parts.train]  # order kept
 
@@ -68,7 +68,6 @@ def test_split_needs_something_to_train_on():
 
 def test_overlap_is_named():
     probe = [ask("p/1", "what is  5 + 1?"), ask("p/2", "What is 500 + 1?")]
-    assert overlap(PROMPTS, probe) == ((PROMPTS[5], probe[0]),)
     names = "1 of 2 held-out questions are also training questions: p/1 = t/5 ('what is  5 + 1?')"
     with pytest.raises(DataError, match=re.escape(names)):
         refuse_overlap(PROMPTS, probe, "a and b")
