@@ -51,7 +51,7 @@ def beyond_limits(render: Callable[[], object]) -> str:
 
 
 def _render_and_exit(render: Callable[[], object]) -> None:
-    code = _DONE
+    code = _DONE  # also after an error of another kind: the caller meets it again, and tells it
     try:
         space = psutil.Process().memory_info().vms + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
@@ -60,7 +60,5 @@ def _render_and_exit(render: Callable[[], object]) -> None:
         code = _TOO_LONG if len(str(render())) > LONGEST else _DONE
     except MemoryError:
         code = _NO_MEMORY
-    except BaseException:  # the caller meets it again, and tells it
-        code = _DONE
     finally:
         os._exit(code)

@@ -150,7 +150,10 @@ def split_set(
     first: dict[bytes, Prompt] = {}
     for prompt in loaded.prompts:
         first.setdefault(question_digest(prompt.messages), prompt)
-    order = sorted(first, key=lambda digest: _salted(digest, seed))
+    order = sorted(first)  # with seed 0, in the order of `data.split.split`, by which a task holds rows out
+    if seed:
+        salt = (seed % 2**64).to_bytes(8, "big")
+        order.sort(key=lambda digest: hashlib.sha256(salt + digest).digest())
     _require_questions(parts, len(order), loaded.set.where)
     made: list[tuple[str, tuple[Prompt, ...]]] = []
     start = 0
@@ -162,11 +165,6 @@ def split_set(
     outputs = _write_parts(made, folder, format, names or Names())
     found = tuple(measure(*made[-1], *other) for other in made[:-1])
     return _finish(Manifest(__version__, _sources([loaded]), division, outputs, found), folder)
-
-
-def _salted(digest: bytes, seed: int) -> bytes:
-    """Salt a digest. Seed 0 is the order of `data.split.split`, by which a task holds rows out."""
-    return digest if seed == 0 else hashlib.sha256((seed % 2**64).to_bytes(8, "big") + digest).digest()
 
 
 def _sources(loaded: Sequence[Loaded]) -> tuple[Source, ...]:

@@ -65,14 +65,6 @@ def add_question(index: Index, id: str, messages: Sequence[Message]) -> None:
         index.ngrams.setdefault(gram, []).append(id)
 
 
-def index_of(prompts: Iterable[Prompt]) -> Index:
-    """Return an index of all prompts."""
-    index = Index()
-    for prompt in prompts:
-        add_question(index, prompt.id, prompt.messages)
-    return index
-
-
 def finds(index: Index, messages: Sequence[Message], match: Match) -> bool:
     """Return whether the index has this question."""
     if match == "exact":
@@ -84,7 +76,9 @@ def finds(index: Index, messages: Sequence[Message], match: Match) -> bool:
 
 def measure(train_name: str, train: Iterable[Prompt], evaluation_name: str, evaluation: Sequence[Prompt]) -> Overlap:
     """Return the overlap of two sets. Memory grows with the evaluation set alone."""
-    index = index_of(evaluation)
+    index = Index()
+    for prompt in evaluation:
+        add_question(index, prompt.id, prompt.messages)
     exact: set[str] = set()
     equal: dict[str, str] = {}
     near: dict[str, str] = {}

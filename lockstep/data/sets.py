@@ -10,7 +10,7 @@ from lockstep.config.data import Data
 from lockstep.config.schema import FileTask, Recipe
 from lockstep.config.section import Section
 from lockstep.config.verifier import Verifier, reads_rows
-from lockstep.data.load import Conversation, Rows, open_rows
+from lockstep.data.load import Rows, open_rows
 from lockstep.data.overlap import Overlap, measure
 from lockstep.errors import ConfigError
 from lockstep.types import Prompt
@@ -90,12 +90,11 @@ def load_set(one: DataSet, *, whole: bool = False) -> Loaded:
     rows = open_rows(one.data, where=one.where, whole=whole and one.whole)
     if not one.chats:
         return Loaded(one, rows, rows.prompts())
-    chats = rows.conversations()
-    return Loaded(one, rows, tuple(_question(chat, rows.name) for chat in chats))
-
-
-def _question(chat: Conversation, task: str) -> Prompt:
-    return Prompt(chat.id, chat.messages[:-1], chat.messages[-1]["content"], task, tools=chat.tools)
+    made = (
+        Prompt(chat.id, chat.messages[:-1], chat.messages[-1]["content"], rows.name, tools=chat.tools)
+        for chat in rows.conversations()
+    )
+    return Loaded(one, rows, tuple(made))
 
 
 def overlaps(loaded: Sequence[Loaded]) -> tuple[Overlap, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from lockstep.config import schema
@@ -129,8 +130,6 @@ def _raw_name(game: str, registry: Any, where: str) -> str:
     for name in (game if game.endswith("-raw") else f"{game}-raw", game):
         if name in registry:
             return name
-    from difflib import get_close_matches
-
     near = get_close_matches(game, [known for known in registry if not known.endswith(("-raw", "-train"))], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "textarena.envs.registration.ENV_REGISTRY lists the games"
     raise TaskError(f"TextArena has no game {game!r}", where=where, fix=hint)

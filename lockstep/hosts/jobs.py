@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,14 @@ def sync(link: Connection, inputs: Inputs, *, dry_run: bool = False) -> Sent:
         code = _digest(found.code)
         environment = _digest([found.lock, link.host.torch, link.host.pip, link.host.python]) if found.lock else None
         python = f"{state['folder']}/env/{environment}/bin/python" if environment else link.host.python
-        sent = Sent(found.names, code, environment, found.lock, python, need if dry_run else 0, there)
+        sent = Sent(found.names, code, environment, found.lock, python, need, there)
         if dry_run:
             return sent
         moved = _bring(link, {sha: found.paths[sha] for sha in absent}, found.known)
     link.call("code", digest=code, files=found.code)
     if environment:
         link.call("environment", digest=environment, lock=found.lock, torch=link.host.torch, pip=link.host.pip)
-    return Sent(found.names, code, environment, found.lock, python, moved, there)
+    return replace(sent, sent=moved)
 
 
 def _bring(link: Connection, files: dict[str, Path], names: dict[str, str]) -> int:

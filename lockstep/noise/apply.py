@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,10 +40,8 @@ class Outcome(NamedTuple):
     """‖w' - w‖ / ‖w‖ over all of them, measured in the weights after rounding to their dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    live: Tensor
-    clean: Tensor
+_Held: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+"""Weights with noise by name: the live tensor, and its clean copy."""
 
 
 class NoisyNorms:
@@ -53,7 +50,7 @@ class NoisyNorms:
     def __init__(self, model: nn.Module, read: Callable[[nn.Module], WeightStream] = named_weights) -> None:
         """Take the model. `read` yields its live tensors under the checkpoint's names."""
         self._model, self._read = model, read
-        self._held: dict[str, _Held] = {}
+        self._held: _Held = {}
         # If this object is dropped with noise on, the weights are still cleaned and no address stays marked.
         weakref.finalize(self, _restore, self._held).atexit = False
         self.lost = 0.0
@@ -77,7 +74,7 @@ class NoisyNorms:
             for name, scale in zip(noise.targets, noise.scales, strict=True):
                 live = found[name]
                 clean = live.detach().clone()
-                self._held[name] = _Held(live, clean)
+                self._held[name] = live, clean
                 _NOISY.add(_place(live))
                 z = noise_vector(noise.seed, name, clean.numel()).to(live.device)
                 live.copy_(clean.float() + noise.sigma * scale * z)  # in fp32, rounded once
@@ -123,11 +120,11 @@ class NoisyNorms:
         return weights
 
 
-def _restore(held: dict[str, _Held]) -> None:
+def _restore(held: _Held) -> None:
     with torch.no_grad():
-        for one in held.values():
-            one.live.copy_(one.clean)
-            _NOISY.discard(_place(one.live))
+        for live, clean in held.values():
+            live.copy_(clean)
+            _NOISY.discard(_place(live))
     held.clear()
 
 

@@ -88,7 +88,10 @@ class EngineThread:
             if id in self._running:
                 self._gone.append(id)
             else:
-                self._leave(opened)
+                queue = self._waiting[opened.ask.key]
+                queue.remove(opened)
+                if not queue:
+                    del self._waiting[opened.ask.key]
             self._changed.notify()
         if opened.future.cancel():
             opened.future.set_running_or_notify_cancel()  # wakes those who wait for it
@@ -122,7 +125,10 @@ class EngineThread:
             try:
                 self._between()
                 for completion in self._engine.completed(self._between):
-                    self._answered(completion)
+                    with self._changed:
+                        opened = self._running.pop(completion.request.id, None)
+                    if opened is not None:
+                        self._settle(opened, completion)
             except Exception as error:  # the engine has dropped all its requests
                 if not self._closed:
                     log.exception("the engine failed")
@@ -165,13 +171,6 @@ class EngineThread:
             self._waiting[key] = queue
         return opened
 
-    def _leave(self, opened: _Open) -> None:
-        """Take a waiting request out of its key's queue."""
-        queue = self._waiting[opened.ask.key]
-        queue.remove(opened)
-        if not queue:
-            del self._waiting[opened.ask.key]
-
     def _request(self, opened: _Open) -> Request:
         ask = opened.ask
         group = hashlib.blake2b(
@@ -179,12 +178,6 @@ class EngineThread:
         ).hexdigest()  # same prompt, same group
         version = self._engine.version
         return Request(ask.id, ask.prompt_ids, group, opened.seed, ask.sampling, version, keep=True)
-
-    def _answered(self, completion: Completion) -> None:
-        with self._changed:
-            opened = self._running.pop(completion.request.id, None)
-        if opened is not None:
-            self._settle(opened, completion)
 
     def _fail(self, error: Exception) -> None:
         """Answer the running requests with an error, and the waiting ones too if the thread is closed."""

@@ -18,7 +18,6 @@ from lockstep.verifiers.base import (
     Reads,
     Verifier,
     grade_replies,
-    grades_many,
     keep_in,
     reads_of,
     unscored,
@@ -202,7 +201,7 @@ class VerifiedTask(BuiltTask):
         return workers_of(self.verifier)
 
     def grades_many(self, prompt: Prompt) -> tuple[GradeMany, Prompt] | None:
-        together = grades_many(self.verifier)
+        together: GradeMany | None = getattr(self.verifier, "grade_many", None)
         return None if together is None else (together, prompt)
 
     def apart(self, prompt: Prompt) -> Prompt | None:

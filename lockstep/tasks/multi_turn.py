@@ -11,6 +11,7 @@ from typing import cast
 
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
+from lockstep.envs.guess import opening
 from lockstep.envs.make import SEED, env_maker, is_env_task, own_class
 from lockstep.envs.programs import CommandPrograms, Programs
 from lockstep.envs.runners import MOST, Fault, InlineRunner, ProcessRunner, Runner
@@ -136,8 +137,6 @@ class Guessing(Episodes):
         return self._runner
 
     def _prompt(self, number: int) -> Prompt:
-        from lockstep.envs.guess import opening
-
         s = self._settings
         return Prompt(f"guess_number/{s.low}-{s.high}/{number}", opening(s.low, s.high), str(number), self.name)
 

@@ -44,12 +44,6 @@ GradeMany: TypeAlias = Callable[[Sequence[Asked], Callable[[], None]], Iterator[
 """Grades the first of several calls, in order; see WorkerPool.call_many."""
 
 
-def grades_many(verifier: object) -> GradeMany | None:
-    """Return what makes several calls of a verifier together, its method `grade_many`; None if it has none."""
-    found: GradeMany | None = getattr(verifier, "grade_many", None)
-    return found
-
-
 def workers_of(grader: object) -> int:
     """Return the number of replies that a verifier grades at once in worker processes, its attribute `workers`; 0: one by one."""
     return int(getattr(grader, "workers", 0))

@@ -68,8 +68,7 @@ class Judge:
     def keep_in(self, folder: Path) -> None:
         """Keep verdicts in a file there, and use those that it has."""
         self._verdicts.move(folder / f"judge-{prompt_hash(self.settings)}.jsonl")
-        if self.rule is not None:
-            keep_in(self.rule, folder)
+        keep_in(self.rule, folder)
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         ruled = None if self.rule is None else self.rule.grade(prompt, reply)
