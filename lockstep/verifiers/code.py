@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
@@ -19,7 +19,7 @@ from lockstep.verifiers.code_worker import PATIENCE
 from lockstep.verifiers.extract import FINAL_SHARE, Answer, final_span
 from lockstep.verifiers.sandbox import plain
 from lockstep.verifiers.sandbox.isolation import Limits
-from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.workers.pool import Answered, Work, WorkerPool
 
 if TYPE_CHECKING:
     from lockstep.config import schema
@@ -36,31 +36,18 @@ _PYTHON = ("python", "py", "python3", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Scripts:
-    """Runs of the whole program: what it reads and what it must print."""
+class Tests:
+    """Tests of a program, which are of one of three kinds:
 
-    cases: tuple[Mapping[str, str], ...]
-    kind: str = "scripts"
+    - scripts: runs of the whole program, what it reads and what it must print;
+    - calls: calls of its functions, and what they must return: values as sandbox.plain.encode gives them;
+    - pieces: code with assert statements.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """Calls of the program's functions, and what they must return: values as sandbox.plain.encode gives them."""
-
-    cases: tuple[Mapping[str, Any], ...]
-    kind: str = "calls"
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Test code with assert statements, and the names in it that the program defines."""
-
-    cases: tuple[str, ...]
-    names: tuple[str, ...]
-    kind: str = "pieces"
-
-
-Tests: TypeAlias = Scripts | Calls | Pieces
+    kind: Literal["scripts", "calls", "pieces"]
+    cases: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    """Names in pieces that the program defines."""
 
 
 class Code:
@@ -103,13 +90,10 @@ class Code:
             return _grade(answer, 0, 1, "")
         call = {"code": answer.text.encode("utf-8", "replace").decode(), "tests": asdict(tests)}
         outcome = self.pool.call(call)
-        match outcome:
-            case Answered(result):
-                return _grade(answer, result["passed"], result["total"], result["limit"])
-            case Failed() | Exceeded() | Died():
-                return unscored(f"the sandbox failed: {outcome.error}")
-            case _:
-                assert_never(outcome)
+        if not isinstance(outcome, Answered):
+            return unscored(f"the sandbox failed: {outcome.error}")
+        result = outcome.value
+        return _grade(answer, result["passed"], result["total"], result["limit"])
 
 
 def _grade(answer: Answer, passed: int, total: int, limit: str) -> Grade:
@@ -146,7 +130,7 @@ def find_code(reply: str) -> Answer:
 def read_tests(value: object, entry_point: object = None) -> Tests:
     """Read a row's tests, in any of the forms of docs/verifiers.md. Raises ValueError, saying what is wrong, for anything else.
 
-    Example: read_tests(["assert add(1, 2) == 3"]) is Pieces(("assert add(1, 2) == 3",), ("add",))
+    Example: read_tests(["assert add(1, 2) == 3"]) is Tests("pieces", ("assert add(1, 2) == 3",), ("add",))
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
@@ -171,11 +155,11 @@ def read_tests(value: object, entry_point: object = None) -> Tests:
     raise ValueError("there are none, or they are in no form that is known")
 
 
-def _scripts(cases: Sequence[Mapping[str, Any]]) -> Scripts:
+def _scripts(cases: Sequence[Mapping[str, Any]]) -> Tests:
     for case in cases:
         if not (isinstance(case.get("input"), str) and isinstance(case.get("output"), str)):
             raise ValueError(f"a test needs input and output as text, not {_start_of(case)}")
-    return Scripts(tuple({"input": case["input"], "output": case["output"]} for case in cases))
+    return Tests("scripts", tuple({"input": case["input"], "output": case["output"]} for case in cases))
 
 
 def _whole(digits: str) -> int:
@@ -183,7 +167,7 @@ def _whole(digits: str) -> int:
     return int(digits) if len(digits) < 4000 else int(Decimal(digits))
 
 
-def _calls(cases: Sequence[Mapping[str, Any]]) -> Calls:
+def _calls(cases: Sequence[Mapping[str, Any]]) -> Tests:
     made = []
     for case in cases:
         function, args, kwargs = case.get("function"), case.get("args") or [], case.get("kwargs") or {}
@@ -200,14 +184,14 @@ def _calls(cases: Sequence[Mapping[str, Any]]) -> Calls:
             ) from error
         if size > MAX_CASE:
             raise ValueError(f"the test {_start_of(case)} has {size} characters; the most are {MAX_CASE}")
-    return Calls(tuple(made))
+    return Tests("calls", tuple(made))
 
 
 def _start_of(case: Mapping[str, Any]) -> str:
     return reprlib.repr(dict(case))
 
 
-def _pieces(pieces: list[str], entry_point: object) -> Pieces:
+def _pieces(pieces: list[str], entry_point: object) -> Tests:
     try:
         trees = [ast.parse(piece) for piece in pieces]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last: nested too deep for the parser
@@ -234,4 +218,4 @@ def _pieces(pieces: list[str], entry_point: object) -> Pieces:
     names = tuple(dict.fromkeys(name for name in read if name not in bound and not hasattr(builtins, name)))
     if not names:
         raise ValueError("they use nothing that the program defines, so any program would pass")
-    return Pieces(tuple(pieces), names)
+    return Tests("pieces", tuple(pieces), names)

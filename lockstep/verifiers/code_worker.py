@@ -136,9 +136,7 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
             where=f"{WHERE}, isolation",
             fix="run as root or where user namespaces are allowed (docs/verifiers.md, Sandbox), or set isolation=best_effort",
         )
-    judge = Judge(
-        sandbox, settings["wall_seconds"], settings["output_bytes"], settings["tolerance"], limits.cpu_seconds
-    )
+    judge = Judge(sandbox, settings)
     isolation = {"in_force": list(sandbox.in_force), "missing": list(missing)}
 
     def answer(call: Any) -> dict[str, Any]:
@@ -187,11 +185,9 @@ def _probe(sandbox: Sandbox) -> list[str]:
 class Judge:
     """Runs programs against tests, one at a time."""
 
-    def __init__(
-        self, sandbox: Sandbox, wall_seconds: float, output_bytes: int, tolerance: float, cpu_seconds: int
-    ) -> None:
-        self._sandbox, self._wall, self._output, self._tolerance = sandbox, wall_seconds, output_bytes, tolerance
-        self._cpu = cpu_seconds
+    def __init__(self, sandbox: Sandbox, settings: Mapping[str, Any]) -> None:
+        self._sandbox, self._wall, self._output = sandbox, settings["wall_seconds"], settings["output_bytes"]
+        self._tolerance, self._cpu = settings["tolerance"], settings["limits"]["cpu_seconds"]
 
     def run(self, code: str, tests: Mapping[str, Any]) -> dict[str, Any]:
         """Return how many tests passed before the first that failed, of how many, why it failed, and which limit was met.

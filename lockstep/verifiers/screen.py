@@ -7,6 +7,8 @@ too, but at the cost of that time and of the process.
 from __future__ import annotations
 
 import math
+import re
+import string
 
 from lockstep.verifiers.extract import DIGITS, MAX_DEPTH
 
@@ -37,7 +39,7 @@ CALCULUS = ("\\sum", "\\prod", "\\int", "\\oint", "\\iint", "\\lim", "\\bigcup",
 """An answer that holds one of these is not worked out, unless the reference holds it too."""
 _BINOMIALS = ("\\binom", "\\dbinom", "\\tbinom", "\\choose", "\\Gamma")
 _FUNCTIONS = ("\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc", "\\arc", "\\exp")
-_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_LETTERS = frozenset(string.ascii_letters)
 _SYMBOLS = frozenset("π∞√×·÷±∓≤≥≠°∪∩∈∅−–αβγδεθλμφψωΔ½¼¾²³′ℝℤℚℕℂ")
 """Beyond ASCII, only these are read in an expression; other scripts' digits and invisible marks are not."""
 _ASCII = frozenset(map(chr, range(32, 127)))
@@ -53,12 +55,8 @@ def too_hard(answer: str, reference: str) -> str:
     strange = next((char for char in answer if char not in _ASCII and char not in _SYMBOLS), "")
     if strange:
         return f"the character U+{ord(strange):04X}"
-    found = _first_calculus(answer, reference) or _shape(answer) or _counts(answer) or _words(answer)
-    return found or _numbers(answer)
-
-
-def _first_calculus(answer: str, reference: str) -> str:
-    return next((command for command in CALCULUS if command in answer and command not in reference), "")
+    calculus = next((command for command in CALCULUS if command in answer and command not in reference), "")
+    return calculus or _shape(answer) or _counts(answer) or _words(answer) or _numbers(answer)
 
 
 def _counts(text: str) -> str:
@@ -95,11 +93,8 @@ def _power_digits(text: str) -> float:
 
 def _words(text: str) -> str:
     """Letters that are no command: an expression has few, and none in a row."""
-    run = longest = total = 0
-    for char in _without_commands(text):
-        run = run + 1 if char in _LETTERS else 0
-        total += run > 0
-        longest = max(longest, run)
+    runs = [len(run) for run in re.findall("[A-Za-z]+", _without_commands(text))]
+    total, longest = sum(runs), max(runs, default=0)
     if longest > MAX_WORD or total > MAX_LETTERS:
         return f"{total} letters outside commands, {longest} in a row"
     return ""
@@ -179,7 +174,7 @@ def _exponents(text: str) -> str:
         if "^" in exponent or "!" in exponent:
             if _tower(values) > MAX_EXPONENT:
                 return "a tower of powers"
-        elif _product(values) > MAX_EXPONENT and not _is_ratio(exponent):
+        elif _product(values) > MAX_EXPONENT and "/" not in exponent and "frac" not in exponent:
             return f"the exponent {exponent.strip('{}')[:20]}"
         grouped = text[:i].rstrip().endswith((")", "]", "}"))
         if grouped and _has_variables(text[:i]):
@@ -220,14 +215,7 @@ def _operand(text: str, i: int) -> str:
 
 def _literals(text: str) -> list[tuple[int, int]]:
     """Start and end of each run of digits."""
-    runs, start = [], -1
-    for i, char in enumerate(text + " "):
-        if char in DIGITS:
-            start = i if start < 0 else start
-        elif start >= 0:
-            runs.append((start, i))
-            start = -1
-    return runs
+    return [found.span() for found in re.finditer("[0-9]+", text)]
 
 
 def _tower(values: list[int]) -> float:
@@ -241,24 +229,9 @@ def _tower(values: list[int]) -> float:
 
 
 def _product(values: list[int]) -> int:
-    product = 1
-    for value in values:
-        product *= max(1, value)
-    return product
-
-
-def _is_ratio(exponent: str) -> bool:
-    return "/" in exponent or "frac" in exponent
+    return math.prod(max(1, value) for value in values)
 
 
 def _without_commands(text: str) -> str:
     """Text without the names of LaTeX commands, so that the letters left are variables."""
-    kept, skipping = [], False
-    for char in text:
-        if char == "\\":
-            skipping = True
-        elif skipping and char not in _LETTERS:
-            skipping = False
-        if not skipping:
-            kept.append(char)
-    return "".join(kept)
+    return re.sub(r"\\[A-Za-z]*", "", text)

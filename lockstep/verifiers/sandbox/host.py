@@ -147,7 +147,7 @@ class Run:
             said = self._line(b"", 1 << 16)
         except EOFError:
             said = b""
-        self._hear(START_SECONDS)
+        self._hear()
         if said != zygote.UP:
             if not said and not self._told:
                 raise ZygoteGone("a sandbox was lost while it was prepared")
@@ -169,7 +169,7 @@ class Run:
             poll.register(self._report, select.POLLIN)
             if not poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000):
                 raise TimeOut
-            if not self._hear(START_SECONDS):
+            if not self._hear():
                 return
 
     def by_itself(self) -> Ended | None:
@@ -197,7 +197,7 @@ class Run:
         self._requests = self._answers = -1
         with suppress(OSError):
             self._report.shutdown(socket.SHUT_WR)
-        while self._hear(START_SECONDS):
+        while self._hear():
             pass
         self._report.close()
         return self.ended
@@ -222,9 +222,9 @@ class Run:
         first, _, self._buffer = b"".join(parts).partition(b"\n")
         return first + b"\n"
 
-    def _hear(self, seconds: float) -> bool:
+    def _hear(self) -> bool:
         """Read the next report of its parent; False at the end."""
-        self._report.settimeout(seconds)
+        self._report.settimeout(START_SECONDS)
         try:
             data = self._report.recv(1 << 12)
         except OSError:

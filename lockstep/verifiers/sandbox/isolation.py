@@ -72,14 +72,8 @@ def enter(apart: bool) -> tuple[list[str], list[str]]:
 
     With `apart` = False nothing is tried.
     """
-    measures = [
-        (users, USERS),
-        (_files, FILES),
-        (network, NETWORK),
-        (_processes, PROCESSES),
-    ]
     done, missing = [], []
-    for measure, name in measures:
+    for measure, name in ((users, USERS), (_files, FILES), (network, NETWORK), (_processes, PROCESSES)):
         try:
             if not apart:
                 raise OSError(errno.ENOTSUP, "switched off")
@@ -122,19 +116,13 @@ def _files() -> None:
     Folders of installed packages and of other programs are empty there, but for those on this process's module path.
     """
     shown = _shown()
-    base = next(place for place in ("/mnt", "/media", "/srv", "/tmp", "/run") if _free(place, shown))
+    places = [place for place in ("/mnt", "/media", "/srv", "/tmp", "/run") if not _holds(place, shown)]
+    base = next(place for place in places if Path(place).is_dir())
     begin_root(base)
     for path in shown:
         show(path, base)
     for path in _hidden(shown):
-        call(
-            "mount",
-            b"tmpfs",
-            (base + path).encode(),
-            b"tmpfs",
-            _RDONLY | _NOSUID | _NODEV,
-            b"size=4k,nr_inodes=1,mode=0755",
-        )
+        mount("tmpfs", base + path, "size=4k,nr_inodes=1,mode=0755", _RDONLY | _NOSUID | _NODEV)
     for device in ("/dev/null", "/dev/urandom"):
         show(device, base)
     Path(base + work()).mkdir(parents=True, exist_ok=True)
@@ -152,7 +140,7 @@ def begin_root(base: str) -> None:
     """Mount an empty root at `base`, in a mount tree that no other process sees. Raises OSError."""
     call("unshare", _NEWNS)
     call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
-    call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
+    mount("tmpfs", base, "size=1m,nr_inodes=4096,mode=0755")
 
 
 def enter_root(base: str) -> None:
@@ -189,10 +177,6 @@ def _hidden(shown: Sequence[str]) -> list[str]:
     return [str(f) for f in found if f.is_dir() and not f.is_symlink() and str(f) not in needed]
 
 
-def _free(place: str, shown: Sequence[str]) -> bool:
-    return Path(place).is_dir() and not _holds(place, shown)
-
-
 def _holds(place: str, shown: Sequence[str]) -> bool:
     return any(path == place or path.startswith(place + "/") for path in shown)
 
@@ -220,12 +204,9 @@ def show(path: str, base: str) -> None:
 def _mounts(top: Path) -> list[Path]:
     """List what is mounted at a folder or file, and below it."""
     lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    points = [Path(os.fsdecode(re.sub(rb"\\(\d{3})", _decoded, line.split()[4]))) for line in lines]
+    names = (re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines)
+    points = [Path(os.fsdecode(name)) for name in names]
     return [point for point in points if point.is_relative_to(top) and point.exists()]  # others are mounted over
-
-
-def _decoded(octal: re.Match[bytes]) -> bytes:
-    return bytes([int(octal[1], 8)])
 
 
 def mount(kind: str, place: str, options: str = "", flags: int = _NOSUID | _NODEV) -> None:
