@@ -100,7 +100,7 @@ class Rows:
             data, self.columns, where, lambda other, place: open_rows(other, where=place).prompts()
         )
         self._done: tuple[Reading, str] | None = None
-        """Of the last complete reading: its counts, and the hash of its rows."""
+        """Counts of the last complete reading, and the hash of its rows."""
 
     @property
     def name(self) -> str:
