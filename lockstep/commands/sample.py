@@ -63,12 +63,12 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     from lockstep.config.schema import EvalMode
     from lockstep.evaluation.plan import eval_plan
     from lockstep.evaluation.runner import graded_replies, heldout_items, require_numerics
-    from lockstep.run.evaluation import computing, numerics_of
+    from lockstep.run.evaluation import computing
     from lockstep.scoring.score import placed, saved_of
     from lockstep.scoring.targets import build_eval_session
 
     session = build_eval_session(target.recipe)
-    numerics = numerics_of(target.recipe, session.policy.numerics)
+    numerics = target.recipe.numerics.label("eval", session.policy.numerics)
     plan = eval_plan(target.recipe, numerics, session.policy.context)
     try:
         prompts = heldout_items(session.task, replace(plan, items=count))
@@ -78,7 +78,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     proof = placed(target, session, saved)
     mode = EvalMode(name="sample", temperature=heat)
     chat = session.policy.chat
-    with computing(session.engine, numerics, session.policy.numerics):
+    with computing(session.engine, numerics):
         require_numerics(session.engine, numerics)
         graded = graded_replies(session.engine, session.task, chat, prompts, mode, plan, proof)
     samples = [

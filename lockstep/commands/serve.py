@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Raises LockstepError as `lockstep eval` does, MachineError if the port is taken."""
     from lockstep.models.decoder import Decoder
-    from lockstep.run.evaluation import computing, numerics_of
+    from lockstep.run.evaluation import computing
     from lockstep.run.signals import StopRequest
     from lockstep.scoring.score import placed, saved_of
     from lockstep.scoring.targets import build_eval_session
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = target.recipe
     session = build_eval_session(recipe)
     proof = placed(target, session, saved_of(target, session))
-    numerics = numerics_of(recipe, session.policy.numerics)
+    numerics = recipe.numerics.label("eval", session.policy.numerics)
     chat = session.policy.chat if args.framed else session.policy.chat.unframed()
     name = args.name or re.sub(r"[^A-Za-z0-9._/-]+", "-", target.label).strip("/")
     slots = 64 if recipe.rollout.slots == "auto" else recipe.rollout.slots
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = Decoder.of(session.policy.model).head.weight_VH.shape[0]
     with (
         StopRequest(lambda text: None) as stop,
-        computing(session.engine, numerics, session.policy.numerics),
+        computing(session.engine, numerics),
         EngineThread(session.engine, seed=(recipe.seed, "serve"), running=slots, waiting=args.waiting) as sampler,
         Endpoint(sampler, chat, model=name, context=context, vocabulary=vocabulary, port=args.port) as endpoint,
     ):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,9 +35,9 @@ def evaluate_modes(
     Raises Interrupted on a signal: finished scores are kept, the unfinished one is left to a resume.
     """
     metrics: Metrics = {}
-    numerics = numerics_of(recipe, parts.policy.numerics)
+    numerics = recipe.numerics.label("eval", parts.policy.numerics)
     evaluation = _Evaluation(parts, recipe, logger, step, proof, stop, numerics)
-    with computing(parts.engine, numerics, parts.policy.numerics), logger.console.evaluating():
+    with computing(parts.engine, numerics), logger.console.evaluating():
         for chosen, mode in recipe.eval.pairs:
             if is_due(recipe, chosen, step):
                 metrics |= _report(recipe, logger, step, chosen, mode, evaluation.measure(chosen, mode))
@@ -68,20 +68,12 @@ def _report(recipe: Recipe, logger: RunLogger, step: int, chosen: EvalSet, mode:
     return score_metrics(name, score)
 
 
-def numerics_of(recipe: Recipe, weights: str) -> str:
-    """Return the precision label of an evaluation: numerics.eval, else as in training, else the precision of the weights."""
-    return recipe.numerics.label("eval", weights)
-
-
-@contextmanager
-def computing(engine: RolloutEngine, numerics: str, weights: str) -> Iterator[ForwardReport]:
-    """Compute in `numerics`, without noise, inside the block, and as before afterwards. `weights` is the precision of the
-    weights.
+def computing(engine: RolloutEngine, numerics: str) -> AbstractContextManager[ForwardReport]:
+    """Compute in `numerics`, the label of a score, without noise, inside the block, and as before afterwards.
 
     Raises EngineError if the engine cannot, or if no layer would be changed.
     """
-    with precision.computing(engine, Forward(numeric_in(numerics))) as report:
-        yield report
+    return precision.computing(engine, Forward(numeric_in(numerics)))
 
 
 @dataclass(frozen=True, slots=True)

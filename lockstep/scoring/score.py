@@ -109,13 +109,13 @@ def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Generator
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:
     """Return one score of a target; it is not stored."""
-    from lockstep.run.evaluation import computing, numerics_of
+    from lockstep.run.evaluation import computing
 
     session = build_eval_session(target.recipe)
-    numerics = numerics_of(target.recipe, session.policy.numerics)
+    numerics = target.recipe.numerics.label("eval", session.policy.numerics)
     plan = eval_plan(target.recipe, numerics, session.policy.context, chosen)
     proof = placed(target, session, saved_of(target, session))
-    with computing(session.engine, numerics, session.policy.numerics):
+    with computing(session.engine, numerics):
         return evaluate(
             session.engine,
             session.task,
@@ -174,10 +174,10 @@ def _score(
     recipe_model: Outcome | None,
 ) -> Outcome:
     """Score all sets and modes of one target; `before` are its base's scores if they are known."""
-    from lockstep.run.evaluation import numerics_of
     from lockstep.scoring.base import base_fingerprint
 
-    measuring = Measuring(target, session, options, numerics_of(target.recipe, session.policy.numerics))
+    numerics = target.recipe.numerics.label("eval", session.policy.numerics)
+    measuring = Measuring(target, session, options, numerics)
     measuring.notes += [f"warning: {note}" for note in target.notes]
     base = recipe_model.scores if recipe_model else ()
     saved = saved_of(target, session)  # first of all: a misfit is refused before any slow work
@@ -197,7 +197,7 @@ def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> t
     from lockstep.run.evaluation import computing
 
     session, recipe, scores = measuring.session, measuring.target.recipe, []
-    with computing(session.engine, measuring.numerics, session.policy.numerics):
+    with computing(session.engine, measuring.numerics):
         if session.engine.forward.numerics:
             layers = session.engine.set_forward(session.engine.forward).quantised_layers
             note = f"{measuring.numerics}: {layers} linear layers quantised"
@@ -324,27 +324,23 @@ def conditions_digest(conditions: Conditions) -> str:
 
 
 def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan: EvalPlan) -> bool:
-    from lockstep.run.evaluation import numerics_of
-
     target, policy = measuring.target, measuring.session.policy
     trained, recipe = target.trained, target.recipe
     mine = [one for one in trained.eval.sets if (one.role, one.items) == (chosen.role, chosen.items)] if trained else []
     if trained is None or not mine or mode not in mine[0].modes:
         return False
-    own = eval_plan(trained, numerics_of(trained, policy.numerics), policy.context, chosen)
+    own = eval_plan(trained, trained.numerics.label("eval", policy.numerics), policy.context, chosen)
     same_names = trained.eval.role == recipe.eval.role
     same_base = trained.warm_start == recipe.warm_start  # otherwise the score would replace the run's own
     return same_names and same_base and (own, trained.task, trained.chat) == (plan, recipe.task, recipe.chat)
 
 
 def _is_the_runs_own_task(measuring: Measuring, asked: LmEvalSet, plan: EvalPlan) -> bool:
-    from lockstep.run.evaluation import numerics_of
-
     target, policy = measuring.target, measuring.session.policy
     trained, recipe = target.trained, target.recipe
     if trained is None or asked not in trained.eval.lm_eval:
         return False
-    mine = eval_plan(trained, numerics_of(trained, policy.numerics), policy.context)
+    mine = eval_plan(trained, trained.numerics.label("eval", policy.numerics), policy.context)
     computed = [(one.model, one.numerics, one.engine, one.seed) for one in (mine, plan)]
     return computed[0] == computed[1] and (trained.chat, trained.warm_start) == (recipe.chat, recipe.warm_start)
 

@@ -42,13 +42,12 @@ def main(run: str, step: str, *overrides: str) -> None:
 
 def _loaded(run: str, step: int, overrides: Sequence[str]) -> tuple[EvalSession, str, dict[str, object]]:
     """Load the weights and prove that the engine has them. Raises the errors of `lockstep sample`."""
-    from lockstep.run.evaluation import numerics_of
     from lockstep.scoring.score import placed, saved_of
     from lockstep.scoring.targets import build_eval_session, find_target
 
     target = find_target(run, (), overrides, step)
     session = build_eval_session(target.recipe)
-    numerics = numerics_of(target.recipe, session.policy.numerics)
+    numerics = target.recipe.numerics.label("eval", session.policy.numerics)
     proof = placed(target, session, saved_of(target, session))
     device = str(next(session.policy.model.parameters()).device)
     return session, numerics, {"weights": proof.fingerprint, "numerics": numerics, "device": device}
@@ -72,7 +71,7 @@ def draw(session: EvalSession, numerics: str, ask: dict[str, Any]) -> dict[str, 
     if policy.context is not None:
         check_length("the prompt", len(ids), sampling.max_tokens, policy.context)
     seeds = [seed_for(ask["seed"], "view", number) for number in range(ask["count"])]
-    with computing(engine, numerics, policy.numerics):
+    with computing(engine, numerics):
         require_numerics(engine, numerics)
         engine.submit([Request(f"prompt#{n}", ids, "prompt", seed, sampling, version) for n, seed in enumerate(seeds)])
         found = sorted(engine.completed(), key=lambda one: int(one.request.id.partition("#")[2]))

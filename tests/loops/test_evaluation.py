@@ -146,13 +146,13 @@ def test_other_numerics_are_on_within_and_off_afterwards(gallery: Gallery) -> No
     session.prove()
     sequence = [(5, 9, 300, 7, 8, 8)]
     plain = session.engine.score(sequence)
-    with computing(session.engine, "mxfp4-w4a4(floor, fp32)", "fp32") as report:
+    with computing(session.engine, "mxfp4-w4a4(floor, fp32)") as report:
         assert report.quantised_layers > 0
         assert session.engine.forward == Forward("mxfp4-w4a4")
         assert session.engine.score(sequence) != plain
     assert session.engine.forward == Forward()
     assert session.engine.score(sequence) == plain
-    with computing(session.engine, "fp32", "fp32") as report:
+    with computing(session.engine, "fp32") as report:
         assert report.quantised_layers == 0
         assert session.engine.score(sequence) == plain
 
