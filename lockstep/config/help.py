@@ -114,7 +114,9 @@ def own_defaults(section: type[Section], base: type[Section]) -> dict[str, Any]:
         default = section.model_fields[name].get_default(call_default_factory=True)
         if default != shared:
             data = as_data(default)
-            found[name] = without_tag(data) if type(default) is type(shared) else data
+            if isinstance(data, dict) and type(default) is type(shared):
+                data.pop(TAG, None)
+            found[name] = data
     return found
 
 
@@ -124,10 +126,6 @@ def as_data(default: Any) -> Any:
         return to_jsonable_python(default)
     tag = {TAG: getattr(default, TAG)} if TAG in type(default).model_fields else {}
     return tag | default.model_dump(mode="json", exclude_defaults=True)
-
-
-def without_tag(data: Any) -> Any:
-    return {key: value for key, value in data.items() if key != TAG} if isinstance(data, dict) else data
 
 
 def item_annotation(annotation: Any) -> Any:

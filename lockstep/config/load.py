@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from lockstep.config.help import SHORTHANDS, as_data, default_kind, groups, item_section, variants
-from lockstep.config.mistakes import Attempt, explain, secrets
+from lockstep.config.mistakes import Attempt, explain, lookup, secrets
 from lockstep.config.run_names import fill_name
 from lockstep.config.schema import TAG, NoTask, Recipe, Section
 from lockstep.config.text import At, Document, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
@@ -157,7 +157,7 @@ class _Draft:
         return [
             f"{one_line(arg)}: dropped by a later argument (another {TAG}, or a new value for its section); put it after that"
             for parts, arg in self.overrides.items()
-            if not _holds(self.tree, parts)
+            if not lookup(self.tree, parts)[0]
         ]
 
     def _take_file(self, path: Path) -> None:
@@ -359,14 +359,3 @@ def _validate(
     if mistakes := [*mistakes, *secrets(attempt)]:
         raise ConfigError(mistakes, where=where)
     return recipe
-
-
-def _holds(tree: Any, parts: tuple[str, ...]) -> bool:
-    for part in parts:
-        if isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and part.isdecimal() and int(part) < len(tree):
-            tree = tree[int(part)]
-        else:
-            return False
-    return True

@@ -100,7 +100,7 @@ def _addresses(value: object, at: At) -> Iterator[tuple[At, str]]:
 def _line(attempt: Attempt, mistakes: list[_Mistake]) -> str:
     at = mistakes[0].at
     reason = " or ".join(dict.fromkeys(mistake.reason for mistake in mistakes))
-    found, value = _lookup(attempt.given, at)
+    found, value = lookup(attempt.given, at)
     value = hide_secrets(value) if isinstance(value, str) else value
     shown = f"={quoted(value)}" if found and mistakes[0].shows_value else ""
     return f"{_prefix(attempt, at)}{dotted(at)}{shown}: {reason}"
@@ -113,15 +113,15 @@ def _prefix(attempt: Attempt, at: At) -> str:
     return ""
 
 
-def _lookup(tree: object, at: At) -> tuple[bool, object]:
+def lookup(tree: object, at: At) -> tuple[bool, object]:
+    """Return whether a value is there, and the value; a number in a path may be written as text."""
     for part in at:
-        if isinstance(tree, Mapping):
-            known = part in tree
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list | tuple) and str(part).isdecimal() and int(part) < len(tree):
+            tree = tree[int(part)]
         else:
-            known = isinstance(tree, list | tuple) and isinstance(part, int) and part < len(tree)
-        if not known:
             return False, None
-        tree = tree[part]  # type: ignore[index]
     return True, tree
 
 
@@ -139,20 +139,20 @@ def _mistake(attempt: Attempt, detail: ErrorDetails) -> _Mistake:
             (section,) = options.values()
             field = section.model_fields.get(str(part))
             annotation, at = (field.annotation if field else None), (*at, part)
-        elif _lookup(attempt.given, (*at, part))[0]:
+        elif lookup(attempt.given, (*at, part))[0]:
             annotation, section, at = item_annotation(annotation), None, (*at, part)
         else:
             in_branch = isinstance(part, str) and part != "[key]"
     if detail["type"] == "extra_forbidden":
-        foreign = "" if at[-1] in ELSEWHERE else _foreign(at, _lookup(attempt.given, at)[1])
+        foreign = "" if at[-1] in ELSEWHERE else _foreign(at, lookup(attempt.given, at)[1])
         return _Mistake(at, foreign or _no_such(attempt.model, at, section))
-    value = _lookup(attempt.given, at)[1]
+    value = lookup(attempt.given, at)[1]
     keys = [str(key) for key in value] if isinstance(value, Mapping) else []
     if detail["type"] == "union_tag_not_found" and (near := _close(TAG, keys)):
         return _Mistake((*at, near[0]), f"no such setting; did you mean {dotted((*at, TAG))}?")
     if detail["type"].startswith("union_tag"):
         at = (*at, TAG)
-    reason = _reason(detail, annotation, _lookup(attempt.given, at)[1])
+    reason = _reason(detail, annotation, lookup(attempt.given, at)[1])
     return _Mistake(at, reason, in_branch, shows_value=detail["type"] != "value_error")
 
 
@@ -295,12 +295,8 @@ def _broken_rules(attempt: Attempt, bad: set[str]) -> Iterator[str]:
             if rule.info.mode == "after":
                 getattr(recipe, name)()
         except ValueError as error:
-            yield f"{_prefix(attempt, _named_first(str(error)))}{one_line(str(error))}"
+            named = re.split(r"[ :=]", str(error), maxsplit=1)[0]  # a message begins with the path of a setting
+            yield f"{_prefix(attempt, tuple(named.split('.')))}{one_line(str(error))}"
         except AttributeError:
             if not bad:
                 raise
-
-
-def _named_first(message: str) -> At:
-    """Return the path that a message starts with."""
-    return tuple(re.split(r"[ :=]", message, maxsplit=1)[0].split("."))

@@ -33,10 +33,6 @@ def _one_file(value: Json) -> str:
     return str(value[0] if isinstance(value, list) else value)
 
 
-def _verl_heldout(f: Foreign, value: Json) -> Found:
-    return {"task.heldout.id_probe": {"source": _one_file(value), "prompt": f["data.prompt_key"], "answer": TRUTH}}
-
-
 def _verl_reward(f: Foreign, value: Json) -> Found:
     if value is None:
         return {"task.verifier": GSM8K if "gsm8k" in str(f["data.train_files"]) else NUMERIC}
@@ -211,7 +207,9 @@ RULES: Mapping[str, Rule] = {
     "openrlhf_prompt": _prompt("actor.model_name_or_path"),
     "trl_prompt": _prompt("model_name_or_path"),
     "verl_files": lambda f, value: {"task.data.source": _one_file(value), "task.data.answer": TRUTH},
-    "verl_heldout": _verl_heldout,
+    "verl_heldout": lambda f, value: {
+        "task.heldout.id_probe": {"source": _one_file(value), "prompt": f["data.prompt_key"], "answer": TRUTH}
+    },
     "verl_reward": _verl_reward,
     "openrlhf_reward": _openrlhf_reward,
     "trl_reward": _trl_reward,

@@ -82,7 +82,10 @@ def sections(value: object) -> Iterator[Section]:
 
 def check_extras(recipe: Recipe) -> list[Check]:
     """Check each package that the recipe needs, imported in a process of its own."""
-    return [judge_need(need, _trouble(need)) for need in needs(recipe)]
+    return [
+        judge_need(need, broken_import(need.module) if importlib.util.find_spec(need.module) else "not installed")
+        for need in needs(recipe)
+    ]
 
 
 def judge_need(need: Need, trouble: str) -> Check:
@@ -156,7 +159,3 @@ def _memory_plan(preview: Preview) -> Check:
         return Check("memory plan", "ok", found)
     fix = "take a smaller model, an adapter, or fewer tokens (rollout.max_tokens)"
     return Check("memory plan", "warn", f"{found}: coarse on a CPU, but this may be too much", fix)
-
-
-def _trouble(need: Need) -> str:
-    return "not installed" if importlib.util.find_spec(need.module) is None else broken_import(need.module)

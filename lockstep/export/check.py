@@ -60,6 +60,9 @@ def answer(request: Request) -> Answer:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from lockstep.models.weights import named_weights
+    from lockstep.sync.fingerprint import fingerprint
+
     source = request.base or request.folder
     loader: Any = AutoModelForCausalLM
     dtype = getattr(torch, request.dtype) if request.base else "auto"
@@ -74,7 +77,7 @@ def answer(request: Request) -> Answer:
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tied": tied,
-        "fingerprint": _fingerprint(model),
+        "fingerprint": fingerprint(named_weights(model)).combined,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "architecture": type(model).__name__,
     }
@@ -89,13 +92,6 @@ def answer(request: Request) -> Answer:
         chat_ids=tuple(rendered(tokenizer, request.chat)) if request.chat else (),
         **facts,
     )
-
-
-def _fingerprint(model: Any) -> str:
-    from lockstep.models.weights import named_weights
-    from lockstep.sync.fingerprint import fingerprint
-
-    return fingerprint(named_weights(model)).combined
 
 
 def _with_adapter(model: Any, folder: str) -> tuple[Any, list[str]]:

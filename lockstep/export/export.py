@@ -288,17 +288,13 @@ def into_gguf(folder: Path, back: Path, expected: Expected, request: Request) ->
 
 
 def _require_boundaries(folder: Path, back: Path) -> None:
-    before, after = (_boundaries(place) for place in (folder, back))
-    if wrong := [f"{name}: {after[name]} instead of {before[name]}" for name in before if before[name] != after[name]]:
+    texts = [read_json(place / "tokenizer_config.json") for place in (folder, back)]
+    wrong = []
+    for name in BOUNDARIES:
+        tokens = [text.get(name) for text in texts]
+        before, after = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+        wrong += [f"{name}: {after} instead of {before}"] if before != after else []
+    if wrong:
         raise ExportError(
             f"the GGUF file lost special tokens: {'; '.join(wrong)}", where=str(folder), fix="export with --format hf"
         )
-
-
-def _boundaries(folder: Path) -> dict[str, str | None]:
-    said = read_json(folder / "tokenizer_config.json")
-    found = {}
-    for name in BOUNDARIES:
-        token = said.get(name)
-        found[name] = token.get("content") if isinstance(token, dict) else token
-    return found

@@ -139,7 +139,7 @@ class SpikeLog:
         triggers = self._triggers(metrics)
         if triggers:
             rows = [_row(*one) for part in scored for one in _learned(part, batch)]
-            tails = tuple(_largest(found) for found in seen)
+            tails = tuple(float(np.max([np.abs(one).max() for one in found], initial=0.0)) for found in seen)
             norm, loss = metrics.get("grad/norm", math.nan), metrics.get("loss/policy", math.nan)
             self._pending.append((Spike(0, self._update, triggers, norm, loss, tails, "data", ()), rows))
         self._update += 1
@@ -265,10 +265,6 @@ def _rollout_of(sequence: TrainSequence, groups: Sequence[Group]) -> Rollout:
 
 def _ratio_size(row: _Row) -> float:
     return float(np.abs(row.log_ratio).max())
-
-
-def _largest(values: Sequence[Floats]) -> float:
-    return float(np.max([np.abs(one).max() for one in values], initial=0.0))
 
 
 def _median(values: Sequence[float]) -> float:

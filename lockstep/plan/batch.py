@@ -250,7 +250,8 @@ def rate_lines(recipe: Recipe) -> list[str]:
             f"steps may show no effect; leave optimizer.lr out, or set it to about {usual:.0e} or more"
         )
     if warmup or settings.schedule != "constant":
-        marks = _marks(warmup, total)
+        quarters = (warmup + (total - warmup) * quarter // 4 for quarter in (1, 2, 3))
+        marks = sorted(mark for mark in {1, warmup, total, *quarters} if 1 <= mark <= total)
         rates = (f"{learning_rate(settings, recipe.lr, mark - 1, total):.3g} at {mark}" for mark in marks)
         lines.append(f"on the way: {', '.join(rates)}")
     if recipe.algorithm.critic is not None:
@@ -278,10 +279,3 @@ def _reason(recipe: Recipe) -> str:
     kind, rest = ("adapters", "full training") if adapter else ("full training", "adapters")
     loop = "SFT" if recipe.loop == "sft" else "RL"
     return f"the default of {kind} in {loop} ({rest}: {other:.0e})"
-
-
-def _marks(warmup: int, total: int) -> list[int]:
-    """First and last optimizer step, the end of the warm-up, and the quarters between."""
-    rest = total - warmup
-    wanted = {1, warmup, total, *(warmup + rest * quarter // 4 for quarter in (1, 2, 3))}
-    return sorted(mark for mark in wanted if 1 <= mark <= total)

@@ -200,8 +200,8 @@ def _decode_steps(shape: ModelShape, samples: Sequence[tuple[int, int]]) -> list
     return [(int(count), float(read)) for count, read in zip(running, keys, strict=True)]
 
 
-def table(floor: Floor, measured: dict[str, float] | None = None) -> list[str]:
-    """Lines of a table: phase, floor and, where measured seconds are given under the phase's name, the share of the floor."""
+def table(floor: Floor) -> list[str]:
+    """Lines of a table: the phases that take any time, and the floor of each."""
     rows = [
         ("generate", floor.generate),
         ("old log-probabilities", floor.old),
@@ -211,12 +211,4 @@ def table(floor: Floor, measured: dict[str, float] | None = None) -> list[str]:
         ("sync", floor.sync),
         ("step", floor.total),
     ]
-    lines = [f"{'phase':<24}{'floor s':>10}" + (f"{'measured s':>12}{'share':>8}" if measured else "")]
-    for name, seconds in rows:
-        if not seconds:
-            continue
-        line = f"{name:<24}{seconds:>10.3f}"
-        if measured and name in measured:
-            line += f"{measured[name]:>12.3f}{seconds / measured[name]:>8.0%}"
-        lines.append(line)
-    return lines
+    return [f"{'phase':<24}{'floor s':>10}", *(f"{name:<24}{seconds:>10.3f}" for name, seconds in rows if seconds)]

@@ -81,11 +81,19 @@ def shape_of_model(model: Any) -> ModelShape:
     config = model.config.get_text_config()
     words, heads, hidden = config.to_dict(), int(config.num_attention_heads), int(config.hidden_size)
     blocks = _blocks(model.get_decoder())
-    layers = [_linears(layer) for layer in blocks]
+    layers = [
+        tuple(
+            Linear(name.rsplit(".", 1)[-1], module.out_features, module.in_features)
+            for name, module in layer.named_modules()
+            if isinstance(module, nn.Linear)
+        )
+        for layer in blocks
+    ]
     alike = all(one == layers[0] for one in layers)
     names = {linear.name: linear for one in reversed(layers) for linear in reversed(one)}
     experts = next((int(words[name]) for name in EXPERTS if words.get(name)), 0)
     width = words.get("moe_intermediate_size") if experts else None
+    width = width or next((words[name] for name in WIDTHS if words.get(name)), 4 * hidden)
     window, windowed = _windows(words)
     modules = dict(model.get_decoder().named_modules())
     kv_heads, size = even_heads(model)
@@ -95,7 +103,7 @@ def shape_of_model(model: Any) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads or int(words.get("num_key_value_heads") or heads),
         head_dim=size or max(_sizes(model), default=hidden // heads),
-        intermediate=_width(width or next((words[name] for name in WIDTHS if words.get(name)), 4 * hidden)),
+        intermediate=int(max(width) if isinstance(width, (list, tuple)) else width),
         vocab=int(config.vocab_size),
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -118,19 +126,6 @@ def shape_of_model(model: Any) -> ModelShape:
 def _blocks(decoder: Any) -> Any:
     """Return the layers of a decoder, which families in GPT-2's words (GPTBigCode, CTRL) call h."""
     return decoder.layers if hasattr(decoder, "layers") else decoder.h
-
-
-def _linears(layer: nn.Module) -> tuple[Linear, ...]:
-    return tuple(
-        Linear(name.rsplit(".", 1)[-1], module.out_features, module.in_features)
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
-    )
-
-
-def _width(stated: int | list[int]) -> int:
-    """Return the width of the MLP; of several the largest."""
-    return int(max(stated) if isinstance(stated, (list, tuple)) else stated)
 
 
 def _attentions(model: Any) -> Iterator[Any]:

@@ -101,12 +101,16 @@ def figures(records: Sequence[StepRecord], scores: Sequence[NamedScore], ranges:
 def accuracy(records: Sequence[StepRecord], scores: Sequence[NamedScore]) -> Figure:
     """Draw the held-out accuracy of each mode, from the scores and, for steps without one, from the metrics."""
     modes: dict[str, dict[int, Point]] = {}
-    for mode, step, point in [*_from_metrics(records), *_from_scores(scores)]:
-        modes.setdefault(mode, {})[step] = point
+    for record in records:
+        for mode, value in accuracies(record.metrics):
+            low, high = (record.metrics.get(f"eval/{mode}/{end}") for end in ("low", "high"))
+            modes.setdefault(mode, {})[record.step] = (finite(value), finite(low), finite(high))
+    for named in scores:
+        modes.setdefault(named.mode, {})[named.score.step] = (named.score.accuracy, named.score.low, named.score.high)
     series = []
     for mode, points in sorted(modes.items()):
-        y, low, high = zip(*(points[step] for step in sorted(points)), strict=True)
-        series.append(Series(mode, tuple(sorted(points)), y, low, high))
+        ends = zip(*(points[step] for step in sorted(points)), strict=True)
+        series.append(Series(mode, tuple(sorted(points)), *ends))
     return Figure("Held-out accuracy", "share of items, 95 % intervals", tuple(series))
 
 
@@ -185,16 +189,3 @@ def finite(value: float | None) -> float | None:
 def _series(records: Sequence[StepRecord], metric: str, label: str) -> Series:
     rows = [record for record in records if metric in record.metrics]
     return Series(label, tuple(row.step for row in rows), tuple(finite(row.metrics[metric]) for row in rows))
-
-
-def _from_metrics(records: Sequence[StepRecord]) -> Iterable[tuple[str, int, Point]]:
-    for record in records:
-        for mode, value in accuracies(record.metrics):
-            low, high = (record.metrics.get(f"eval/{mode}/{end}") for end in ("low", "high"))
-            yield mode, record.step, (finite(value), finite(low), finite(high))
-
-
-def _from_scores(scores: Sequence[NamedScore]) -> Iterable[tuple[str, int, Point]]:
-    for named in scores:
-        score = named.score
-        yield named.mode, score.step, (score.accuracy, score.low, score.high)

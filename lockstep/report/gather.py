@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import load_mapping
@@ -135,12 +134,8 @@ def read_scores(run: RunDirectory, last: int | None, notes: list[str]) -> list[N
         if last is not None and score.step > last:
             notes.append(f"{path.name} is left out: its weights belong to an attempt that the run did not continue")
         else:
-            scores.append(NamedScore(_mode_name(path), score))
+            scores.append(NamedScore(re.sub(r"^step_\d+_", "", path.stem), score))
     return sorted(scores, key=lambda named: (named.score.step, named.mode))
-
-
-def _mode_name(path: Path) -> str:
-    return re.sub(r"^step_\d+_", "", path.stem)
 
 
 def _mode_of(score: Score) -> tuple[str, str]:

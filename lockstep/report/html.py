@@ -114,7 +114,7 @@ def _when(records: Sequence[StepRecord]) -> list[str]:
 
 
 def _recipe_facts(run: RunFacts) -> list[Fact]:
-    recipe = run.recipe
+    recipe, parents = run.recipe, ancestors(run.manifest)
     if recipe is None:
         return []
     match recipe.task:
@@ -128,7 +128,7 @@ def _recipe_facts(run: RunFacts) -> list[Fact]:
             task = other.kind
     return [
         ("model", recipe.model.path),
-        *_parent(run),
+        *([("warm start from", ", which started from ".join(parents))] if parents else []),
         ("trained", f"{adapter_name(recipe.adapter)}, {recipe.model.dtype}"),
         ("task", task),
         *(_sft(recipe.sft) if recipe.sft is not None else _rl(recipe)),
@@ -159,12 +159,6 @@ def _sft(sft: Sft) -> list[Fact]:
         ("rows", source),
         ("rows a step", f"{sft.sequences_per_step} of at most {sft.max_tokens} tokens"),
     ]
-
-
-def _parent(run: RunFacts) -> list[Fact]:
-    """Name the chain of runs that this one started from, back to a model."""
-    steps = ancestors(run.manifest)
-    return [("warm start from", ", which started from ".join(steps))] if steps else []
 
 
 def _proofs(records: Sequence[StepRecord]) -> tuple[list[Fact], list[str]]:

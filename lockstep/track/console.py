@@ -227,7 +227,10 @@ class Console(Closing):
     def _lose(self, error: OSError) -> None:
         """Print nothing more; log.txt goes on and says so."""
         bars, self._printing, self._bars = self._bars, False, None
-        _discard(self._stream)
+        # What is still buffered, and all that follows, goes nowhere: else the run would fail at exit, when it is flushed.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
         if bars is not None:
             bars.stop()
         gone = isinstance(error, BrokenPipeError)
@@ -296,10 +299,3 @@ def encodable(text: str, stream: TextIO) -> str:
     except UnicodeEncodeError:
         return text.replace("Δ", "d").replace("─", "-").encode(encoding, "backslashreplace").decode(encoding)
     return text
-
-
-def _discard(stream: TextIO) -> None:
-    """Send what is still buffered, and all that follows, to nowhere: else the run would fail at exit, when it is flushed."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
