@@ -244,7 +244,13 @@ def open_checkpoint(run_dir: Path, step: int | None = None, allow_fallback: bool
     failures: list[CorruptCheckpointError] = []
     for info in sorted((info for info in places if info.step <= wanted), key=lambda info: info.step, reverse=True):
         try:
-            found = _verified_as(info.step, info.path)
+            found = verify_checkpoint(info.path)
+            if found.step != info.step:
+                raise CorruptCheckpointError(
+                    f"the folder was renamed: it holds the checkpoint of step {found.step}",
+                    where=str(info.path),
+                    fix="give the folder its old name",
+                )
         except CorruptCheckpointError as error:
             failures.append(error)
             notes.append(f"step {info.step} is damaged: {error.what}")
@@ -268,17 +274,6 @@ def verify_checkpoint(folder: Path) -> CheckpointInfo:
             fix=RESTORE,
         )
     return CheckpointInfo(step, folder, complete=True, bytes=manifest.bytes, meta=meta)
-
-
-def _verified_as(step: int, folder: Path) -> CheckpointInfo:
-    info = verify_checkpoint(folder)
-    if info.step != step:
-        raise CorruptCheckpointError(
-            f"the folder was renamed: it holds the checkpoint of step {info.step}",
-            where=str(folder),
-            fix="give the folder its old name",
-        )
-    return info
 
 
 def _inspect(path: Path) -> CheckpointInfo:

@@ -36,10 +36,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError unless exactly one setting differs; DataError if the two were not asked the same questions.
     """
+    from lockstep.models.cache import sha256_of
+
     a, b, changes = pair_of(args.base, args.set, multi=args.multi, name=args.name)
     print("\n".join([f"A: {a.name}", f"B: {b.name}", *(f"  {line}" for line in changes), ""]), flush=True)
     first = finished_run(a)
-    require_same_files(first, _sources_now(first))  # before B costs its time
+    now = {path: sha256_of(Path(path)) for path in _sources(first) if Path(path).is_file()}
+    require_same_files(first, now)  # before B costs its time
     runs = (first, finished_run(b))
     lines = [f"A/B: {a.name} against {b.name}", *changes, *require_same_questions(*runs), "", *report(*runs)]
     path = Path(a.runs_dir) / f"{b.name.removesuffix('-b')}-ab.txt"
@@ -146,13 +149,6 @@ def require_same_files(a: RunDirectory, other: Mapping[str, str]) -> None:
 
 def _sources(run: RunDirectory) -> dict[str, str]:
     return {one["path"]: one["sha256"] for one in run.manifest().get("sources", [])}
-
-
-def _sources_now(run: RunDirectory) -> dict[str, str]:
-    from lockstep.models.cache import sha256_of
-
-    paths = [Path(path) for path in _sources(run)]
-    return {str(path): sha256_of(path) for path in paths if path.is_file()}
 
 
 def report(a: RunDirectory, b: RunDirectory) -> list[str]:

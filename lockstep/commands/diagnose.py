@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what is found, with evidence and remedy. Returns 3 if a rule would have stopped the run, else 0."""
     if others := [one for one in args.settings if not one.startswith("health.") and not Path(one).is_file()]:
         raise ConfigError([f"{others[0]}: only settings of health can be changed here, because the run exists already"])
+    from lockstep.health.playbook import findings
     from lockstep.track.jsonl import read_jsonl
     from lockstep.track.rundir import RunDirectory
     from lockstep.track.writer import read_metrics
@@ -57,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         fix = "restore the file from a backup, or move it away to go on without it"
         raise RunDirectoryError(f"a line is not a spike: {error!r}", where=str(path), fix=fix) from error
-    _print_playbook(rows)
+    if entries := findings([row.metrics for row in rows]):
+        print("\nplaybook, in the order to look:")
+    for one in entries:
+        print(f"  {one.entry.name}: {'; '.join(one.evidence)}\n    to do: {one.entry.action}")
     if stopped:
         print(f"\nof {recipe.steps} steps the run ends after step {stopped}, {len(rows)} are recorded")
     else:
@@ -108,13 +112,3 @@ def _spike_lines(found: Sequence[dict[str, Any]], file: str) -> list[str]:
         what = f"step {spike['step']}: gradient norm {norm:.4g}, row {first['id']}, sample {first['sample']}"
         lines.append("  " + one_line(f"{what}; cause: {spike['cause']}, {first['why']}"))
     return [*lines, ""]
-
-
-def _print_playbook(rows: Sequence[StepRecord]) -> None:
-    """Print the entries of the playbook that the steps point to, in its order."""
-    from lockstep.health.playbook import findings
-
-    if found := findings([row.metrics for row in rows]):
-        print("\nplaybook, in the order to look:")
-    for one in found:
-        print(f"  {one.entry.name}: {'; '.join(one.evidence)}\n    to do: {one.entry.action}")

@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(recipe: Recipe, args: argparse.Namespace) -> Iterator[Check]:
     """Yield the checks that load the model."""
+    from lockstep.device import free_memory
+    from lockstep.doctor.check import Check
+    from lockstep.errors import LockstepError
     from lockstep.loops.preflight import with_known_steps
 
     recipe = with_known_steps(recipe)
@@ -78,20 +81,13 @@ def _measured(recipe: Recipe, args: argparse.Namespace) -> Iterator[Check]:
     if recipe.loop == "rl":
         checks += [("headroom", _headroom), ("smoke", _smoke)]
     for name, check in checks:
-        yield _tried(name, lambda check=check: check(recipe, args))  # type: ignore[misc]
-
-
-def _tried(name: str, check: Callable[[], Check]) -> Check:
-    from lockstep.device import free_memory
-    from lockstep.doctor.check import Check
-    from lockstep.errors import LockstepError
-
-    try:
-        return check()
-    except LockstepError as error:
-        return Check.failed(name, error)
-    finally:
-        free_memory()  # of the model that the check loaded
+        try:
+            found = check(recipe, args)
+        except LockstepError as error:
+            found = Check.failed(name, error)
+        finally:
+            free_memory()  # of the model that the check loaded
+        yield found
 
 
 def _time(recipe: Recipe, args: argparse.Namespace) -> Check:

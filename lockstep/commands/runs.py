@@ -57,7 +57,8 @@ def _add_options(parser: argparse.ArgumentParser, filters: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action. Raises RunDirectoryError for a run that is not there."""
-    from lockstep.track.listing import list_runs
+    from lockstep.track.listing import annotate, list_runs
+    from lockstep.track.rundir import RunDirectory
 
     filters = [*args.filter, *args.more_filters]
     match args.runs_action:
@@ -71,11 +72,22 @@ def run(args: argparse.Namespace) -> int:
                 lines = best(found, args.dir) if action == "best" else listing(found, args.dir)
             print("\n".join([*lines, *([] if wanted else _unset(every, filters))]))
         case "tag" | "untag":
-            _tag(_path(args, args.run), args.tags, add=args.runs_action == "tag")
+            path = _path(args, args.run)
+            tags = RunDirectory.open(path).manifest().get("tags", [])
+            kept = [tag for tag in tags if args.runs_action == "tag" or tag not in args.tags]
+            added = [tag for tag in args.tags if args.runs_action == "tag" and tag not in tags]
+            annotate(path, tags=[*kept, *added])
+            print(f"{path}: tags {', '.join([*kept, *added]) or 'none'}")
         case "note":
-            _note([_path(args, name) for name in args.runs])
+            from lockstep.scoring.notes import write_note
+
+            for path in (_path(args, name) for name in args.runs):
+                print(f"{path}: noted in {write_note(RunDirectory.open(path))}")
         case _:
-            _archive([_path(args, name) for name in args.runs], archived=args.runs_action == "archive")
+            archived = args.runs_action == "archive"
+            for path in (_path(args, name) for name in args.runs):
+                annotate(path, archived=archived)
+                print(f"{path}: {'archived; lockstep runs --all lists it' if archived else 'back in the list'}")
     return 0
 
 
@@ -168,31 +180,3 @@ def collect(runs: Sequence[Listed], *, really: bool) -> list[str]:
 
 def _path(args: argparse.Namespace, name: str) -> Path:
     return Path(name) if "/" in name else args.dir / name
-
-
-def _tag(path: Path, tags: Sequence[str], *, add: bool) -> None:
-    from lockstep.track.listing import annotate
-    from lockstep.track.rundir import RunDirectory
-
-    before = RunDirectory.open(path).manifest().get("tags", [])
-    after = (
-        [*before, *(tag for tag in tags if tag not in before)] if add else [tag for tag in before if tag not in tags]
-    )
-    annotate(path, tags=after)
-    print(f"{path}: tags {', '.join(after) or 'none'}")
-
-
-def _note(paths: Sequence[Path]) -> None:
-    from lockstep.scoring.notes import write_note
-    from lockstep.track.rundir import RunDirectory
-
-    for path in paths:
-        print(f"{path}: noted in {write_note(RunDirectory.open(path))}")
-
-
-def _archive(paths: Sequence[Path], *, archived: bool) -> None:
-    from lockstep.track.listing import annotate
-
-    for path in paths:
-        annotate(path, archived=archived)
-        print(f"{path}: {'archived; lockstep runs --all lists it' if archived else 'back in the list'}")

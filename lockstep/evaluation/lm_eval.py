@@ -76,7 +76,16 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
             (task,) = TaskManager(include_defaults=False).load(str(path.resolve()))["tasks"].values()
             if settings.fewshot is not None:
                 task.set_config(key="num_fewshot", value=settings.fewshot)
-            _build_requests(task, settings, chat)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)  # the examples are those that lm-eval draws
+            task.build_all_requests(
+                limit=settings.items,
+                rank=0,
+                world_size=1,
+                apply_chat_template=settings.chat,
+                fewshot_as_multiturn=settings.chat,
+                chat_template=partial(_framed, chat) if settings.chat else None,
+                tokenizer_name=chat.template_hash,
+            )
     except Exception as error:  # a user's YAML, its templates and its data
         raise EvaluationError(
             f"lm-eval cannot load the task: {reason_of(error, 500)}",
@@ -99,7 +108,7 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
             where=f"{where}, {path}",
             fix=f"remove them from the YAML file; followed are {', '.join(sorted(READ))}",
         )
-    metrics, filters = list(task.aggregation()), list(_filters(task))
+    metrics, filters = list(task.aggregation()), [str(one.name) for one in task._filters]
     metric, chosen = settings.metric or metrics[0], settings.filter or filters[0]
     for name, known in ((metric, metrics), (chosen, filters)):
         if name not in known:
@@ -205,20 +214,6 @@ def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, b
         method=task.filter,
         boxed=None,
         error=None,
-    )
-
-
-def _build_requests(task: Any, settings: LmEvalSet, chat: ChatFormat) -> None:
-    """Build the requests of a task, with the examples that lm-eval draws."""
-    task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    task.build_all_requests(
-        limit=settings.items,
-        rank=0,
-        world_size=1,
-        apply_chat_template=settings.chat,
-        fewshot_as_multiturn=settings.chat,
-        chat_template=partial(_framed, chat) if settings.chat else None,
-        tokenizer_name=chat.template_hash,
     )
 
 
@@ -357,10 +352,6 @@ def _generation(given: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]
 
     settings: dict[str, Any] = dict(normalize_gen_kwargs(dict(given or {}), REPLY_TOKENS))
     return settings, float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
-
-
-def _filters(task: Any) -> list[str]:
-    return [str(one.name) for one in task._filters]
 
 
 def _digest(task: Any, version: str) -> str:

@@ -33,22 +33,17 @@ class Checkpointer:
 
     def save(self, step: int, proof: Proof, clock: Clock) -> None:
         """Write the checkpoint of a step that is already logged, and add its duration to the step's metrics."""
+        best, rows, recipe, logger = self._best, self._logger.writer.rows, self._recipe, self._logger
         with clock("save"):
-            self._save(step, proof)
-        self._logger.add(step, {"time/save": clock.seconds["time/save"]})
-
-    def _save(self, step: int, proof: Proof) -> None:
-        best, rows = self._best, self._logger.writer.rows
-        first = not any(info.complete for info in list_checkpoints(self._logger.run.path))
-        path = save_checkpoint(self._logger.run.path, self._parts, self._recipe, step, proof, best, rows)
-        self._logger.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
-        self._logger.saved(path)
-        if step == self._recipe.steps and best is None and (name := self._recipe.save.keep_best):
-            self._logger.warn(
-                f"save.keep_best: no step of this run has {name}, so none was kept as the best", step=step
-            )
-        if first and (warning := check_first(self._recipe, self._parts.policy.resolved.path, path)):
-            self._logger.warn(warning, step=step)
+            first = not any(info.complete for info in list_checkpoints(logger.run.path))
+            path = save_checkpoint(logger.run.path, self._parts, recipe, step, proof, best, rows)
+            logger.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
+            logger.saved(path)
+            if step == recipe.steps and best is None and (name := recipe.save.keep_best):
+                logger.warn(f"save.keep_best: no step of this run has {name}, so none was kept as the best", step=step)
+            if first and (warning := check_first(recipe, self._parts.policy.resolved.path, path)):
+                logger.warn(warning, step=step)
+        logger.add(step, {"time/save": clock.seconds["time/save"]})
 
 
 def best_so_far(recipe: Recipe, logger: RunLogger, start: int) -> tuple[float, int] | None:

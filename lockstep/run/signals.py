@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,10 @@ from typing import Any
 from lockstep.errors import Interrupted
 
 
-def _tell(text: str) -> None:
-    os.write(2, f"\n{text}\n".encode())
-
-
 class StopRequest:
     """Request to stop. While it is entered, the first SIGTERM or SIGINT sets `name`; a second one has its usual effect."""
 
-    def __init__(self, notice: Callable[[str], None] = _tell) -> None:
+    def __init__(self, notice: Callable[[str], None]) -> None:
         self.name = ""
         self._notice = notice
         """Called in the signal handler, so it must not print through a buffer."""

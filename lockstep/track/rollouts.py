@@ -187,6 +187,7 @@ def _row(rollout: Rollout, advantage: float, learned: Mapping[TokenIds, Learned]
             return {"learner_logprobs": (), "entropies": ()}
         return {"learner_logprobs": found.logprobs, "entropies": found.entropies.astype("float16")}
 
+    facts = {FACTS: {name: storable(text) for name, text in grade.facts.items()}} if grade.facts else {}
     return {
         "prompt_id": storable(rollout.prompt.id),
         "task": storable(rollout.prompt.task),
@@ -202,17 +203,13 @@ def _row(rollout: Rollout, advantage: float, learned: Mapping[TokenIds, Learned]
         "version": rollout.version,
         "reward": grade.reward,
         "error": None if grade.error is None else storable(grade.error),
-        "metrics": dumps({**{name: float(value) for name, value in grade.metrics.items()}, **_facts(grade.facts)}),
+        "metrics": dumps({name: float(value) for name, value in grade.metrics.items()} | facts),
         "extracted": None if grade.extracted is None else storable(grade.extracted),
         "method": storable(grade.method),
         "advantage": float(advantage),
         "branches": [{**asdict(one), "text": storable(one.text), **known(one)} for one in rollout.branches],
         **known(rollout),
     }
-
-
-def _facts(facts: Mapping[str, str]) -> dict[str, object]:
-    return {FACTS: {name: storable(text) for name, text in facts.items()}} if facts else {}
 
 
 def _from_row(row: Mapping[str, Any]) -> RolloutRow:

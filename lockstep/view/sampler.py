@@ -66,7 +66,10 @@ def draw(session: EvalSession, numerics: str, ask: dict[str, Any]) -> dict[str, 
     from lockstep.view.tokens import pieces
 
     engine, policy, version = session.engine, session.policy, session.learner.version
-    ids = _ids(session, ask)
+    if ask["raw"]:
+        ids = tuple(policy.tokenizer.encode(ask["text"], add_special_tokens=False))
+    else:
+        ids = policy.chat.render(({"role": "user", "content": ask["text"]},))
     sampling = Sampling(ask["tokens"], ask["temperature"], top_p=ask["top_p"])
     if policy.context is not None:
         check_length("the prompt", len(ids), sampling.max_tokens, policy.context)
@@ -87,12 +90,6 @@ def draw(session: EvalSession, numerics: str, ask: dict[str, Any]) -> dict[str, 
         for n, one in enumerate(found)
     ]
     return {"replies": replies, "seen": policy.chat.shown(ids), "length": len(ids)}
-
-
-def _ids(session: EvalSession, ask: dict[str, Any]) -> tuple[int, ...]:
-    if not ask["raw"]:
-        return session.policy.chat.render(({"role": "user", "content": ask["text"]},))
-    return tuple(session.policy.tokenizer.encode(ask["text"], add_special_tokens=False))
 
 
 if __name__ == "__main__":
