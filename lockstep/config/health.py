@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, create_model, model_validator
 
-from lockstep.config.metric import Condition, Range, Rule, Tier, built_in_rules
+from lockstep.config.metric import Range, Rule, Tier, built_in_rules
 from lockstep.config.section import CodePath, Json, Section, ShortSection
 
 
@@ -157,5 +157,3 @@ else:  # a setting for each rule of the table
             for name, rule in built_in_rules().items()
         },
     )
-
-__all__ = ["Callback", "Condition", "Health", "HealthRule", "Range", "Rule", "Spikes", "Stall", "Tier"]

@@ -10,86 +10,60 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from lockstep.config.adapter import Adapter as Adapter
-from lockstep.config.adapter import Lora as Lora
-from lockstep.config.adapter import NoAdapter as NoAdapter
-from lockstep.config.adapter import OtherPeft as OtherPeft
-from lockstep.config.adapter import packed_mistake, vllm_refuses
+from lockstep.config.adapter import Adapter, Lora, NoAdapter, OtherPeft, packed_mistake, vllm_refuses
 from lockstep.config.algorithm import Algorithm, Grpo
-from lockstep.config.data import Data as Data
-from lockstep.config.evaluate import Drops as Drops
-from lockstep.config.evaluate import Eval, decision_mistake
-from lockstep.config.evaluate import EvalMode as EvalMode
-from lockstep.config.evaluate import EvalSet as EvalSet
-from lockstep.config.evaluate import LmEvalSet as LmEvalSet
-from lockstep.config.evaluate import NoStop as NoStop
-from lockstep.config.evaluate import Plateau as Plateau
-from lockstep.config.health import Health as Health
+from lockstep.config.data import Data
+from lockstep.config.evaluate import Drops, Eval, EvalMode, EvalSet, LmEvalSet, NoStop, Plateau, decision_mistake
+from lockstep.config.health import Health
 from lockstep.config.metric import find, hint
-from lockstep.config.model import Model as Model
-from lockstep.config.numerics import PHASES, Numerics
-from lockstep.config.numerics import Noise as Noise
-from lockstep.config.openenv import OpenEnvTask as OpenEnvTask
-from lockstep.config.optimizer import AdamW as AdamW
-from lockstep.config.optimizer import Muon as Muon
-from lockstep.config.optimizer import Optimizer as Optimizer
-from lockstep.config.optimizer import PythonOptimizer as PythonOptimizer
-from lockstep.config.optimizer import default_rate as default_rate
-from lockstep.config.optimizer import offload_mistake
-from lockstep.config.placement import Colocated as Colocated
-from lockstep.config.placement import Local as Local
-from lockstep.config.placement import Placement as Placement
-from lockstep.config.placement import Split as Split
-from lockstep.config.records import Paths as Paths
-from lockstep.config.records import Save as Save
-from lockstep.config.records import Track as Track
-from lockstep.config.section import TAG as TAG
-from lockstep.config.section import Json as Json
-from lockstep.config.section import Place
-from lockstep.config.section import Section as Section
-from lockstep.config.sft import Rollouts as Rollouts
-from lockstep.config.sft import Sft as Sft
-from lockstep.config.spiel import OpenSpielTask as OpenSpielTask
-from lockstep.config.spiel import Rival as Rival
-from lockstep.config.step import Rollout as Rollout
-from lockstep.config.step import Sync as Sync
-from lockstep.config.step import Update as Update
-from lockstep.config.task import AgentTask as AgentTask
-from lockstep.config.task import Chat as Chat
-from lockstep.config.task import Curriculum as Curriculum
-from lockstep.config.task import EnvTask as EnvTask
-from lockstep.config.task import Example as Example
-from lockstep.config.task import FileTask as FileTask
-from lockstep.config.task import GuessNumberTask as GuessNumberTask
-from lockstep.config.task import GymnasiumTask as GymnasiumTask
-from lockstep.config.task import MixedTask as MixedTask
-from lockstep.config.task import NoTask as NoTask
-from lockstep.config.task import PythonTask as PythonTask
-from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
-from lockstep.config.task import Share as Share
-from lockstep.config.task import Task as Task
-from lockstep.config.task import TextArenaTask as TextArenaTask
-from lockstep.config.task import ToolTask as ToolTask
-from lockstep.config.task import VerifiersTask as VerifiersTask
-from lockstep.config.tools import McpServer as McpServer
-from lockstep.config.tools import Tool as Tool
-from lockstep.config.tools import Turns as Turns
-from lockstep.config.verifier import ChoiceVerifier as ChoiceVerifier
-from lockstep.config.verifier import CodeVerifier as CodeVerifier
-from lockstep.config.verifier import CompositeVerifier as CompositeVerifier
-from lockstep.config.verifier import JsonVerifier as JsonVerifier
-from lockstep.config.verifier import JudgeVerifier as JudgeVerifier
-from lockstep.config.verifier import MathVerifier as MathVerifier
-from lockstep.config.verifier import NumericVerifier as NumericVerifier
-from lockstep.config.verifier import OwnGrading as OwnGrading
-from lockstep.config.verifier import PythonVerifier as PythonVerifier
-from lockstep.config.verifier import RegexVerifier as RegexVerifier
-from lockstep.config.verifier import RubricVerifier as RubricVerifier
-from lockstep.config.verifier import SetVerifier as SetVerifier
-from lockstep.config.verifier import TextVerifier as TextVerifier
-from lockstep.config.verifier import TrlVerifier as TrlVerifier
-from lockstep.config.verifier import Verifier as Verifier
-from lockstep.config.verifier import VerlVerifier as VerlVerifier
+from lockstep.config.model import Model
+from lockstep.config.numerics import PHASES, Noise, Numerics
+from lockstep.config.openenv import OpenEnvTask
+from lockstep.config.optimizer import AdamW, Muon, Optimizer, PythonOptimizer, default_rate, offload_mistake
+from lockstep.config.placement import Colocated, Local, Placement, Split
+from lockstep.config.records import Paths, Save, Track
+from lockstep.config.section import TAG, Json, Place, Section
+from lockstep.config.sft import Rollouts, Sft
+from lockstep.config.spiel import OpenSpielTask, Rival
+from lockstep.config.step import Rollout, Sync, Update
+from lockstep.config.task import (
+    AgentTask,
+    Chat,
+    Curriculum,
+    EnvTask,
+    Example,
+    FileTask,
+    GuessNumberTask,
+    GymnasiumTask,
+    MixedTask,
+    NoTask,
+    PythonTask,
+    ReasoningGymTask,
+    Share,
+    Task,
+    TextArenaTask,
+    ToolTask,
+    VerifiersTask,
+)
+from lockstep.config.tools import McpServer, Tool, Turns
+from lockstep.config.verifier import (
+    ChoiceVerifier,
+    CodeVerifier,
+    CompositeVerifier,
+    JsonVerifier,
+    JudgeVerifier,
+    MathVerifier,
+    NumericVerifier,
+    OwnGrading,
+    PythonVerifier,
+    RegexVerifier,
+    RubricVerifier,
+    SetVerifier,
+    TextVerifier,
+    TrlVerifier,
+    Verifier,
+    VerlVerifier,
+)
 from lockstep.config.vllm import Vllm, mistake_of, numerics_mistake, transport_of
 
 AUTO_SLOTS = 64

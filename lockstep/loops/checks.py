@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.config.health import Tier
+from lockstep.config.metric import Tier
 from lockstep.config.schema import Recipe
 from lockstep.data.questions import data_hash, question_digest
 from lockstep.errors import DataError, HealthStop, LearnerError, TaskError
