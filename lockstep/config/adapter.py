@@ -95,23 +95,15 @@ class Lora(_Adapted):
         return f"{packed}{name}{' with DoRA' if self.dora else ''}{start}"
 
     @model_validator(mode="after")
-    def _orthogonal_is_even(self) -> Self:
+    def _start_base_and_experts_agree(self) -> Self:
         if self.init == "orthogonal" and self.rank % 2:
             raise ValueError(f"init=orthogonal needs an even rank, got {self.rank}")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_have_plain_adapters(self) -> Self:
         plain = self.init in ("default", "gaussian") and not self.dora and self.base != "nf4"
         if self.expert_rank and not plain:
             odd = "dora" if self.dora else "base=nf4" if self.base == "nf4" else f"init={self.init}"
             raise ValueError(
                 f"expert_rank: adapters on experts cannot be combined with {odd}; leave one of the two out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _packed_base_is_the_start(self) -> Self:
         if self.base == "nf4" and (self.init in RESIDUAL_INITS or self.dora):
             what = "dora" if self.dora else f"init={self.init}"
             raise ValueError(f"{what} is made from weights in full precision; with base=nf4 leave it out")

@@ -214,28 +214,16 @@ class Data(ShortSection):
     """stop names the bad rows and refuses; drop counts and reports them."""
 
     @model_validator(mode="after")
-    def _source_has_a_form(self) -> Self:
+    def _settings_have_an_effect(self) -> Self:
         if wrong := wrong_form(self.source):
             raise ValueError(wrong)
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
         names = [stage_name(stage) for stage in self.filters]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two filters are called {twice!r}: give them different names")
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_a_chat(self) -> Self:
         if self.messages is not None and (self.prompt is not None or self.answer is not None):
             raise ValueError(
                 "messages holds the whole conversation: leave prompt and answer out, or leave messages out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> Self:
         text = self.source
         if self.settings and ".py:" not in text:
             raise ValueError("settings are the arguments of a generator (file.py:generator); this source takes none")

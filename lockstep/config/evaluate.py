@@ -63,7 +63,7 @@ class EvalMode(Section):
         return tuple(dict.fromkeys([*own, *(f"{kind}@{self.samples}" for kind in ("avg", "pass", "maj"))]))
 
     @model_validator(mode="after")
-    def _greedy_is_one(self) -> Self:
+    def _keeps_what_its_name_says(self) -> Self:
         nondet = self.name.startswith(NONDET)
         if nondet and (self.temperature > 0 or self.samples < 2):
             raise ValueError(f"{self.name} is several replies at temperature 0; set temperature: 0 and samples: 8")
@@ -72,10 +72,6 @@ class EvalMode(Section):
                 "temperature 0 gives the same reply every time; set samples: 1 or a temperature above 0, or name the mode "
                 f"{NONDET} to see how far replies differ by the hardware's rounding"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_what_its_name_says(self) -> Self:
         if self.name == GREEDY and (self.temperature, self.samples) != (0, 1):
             raise ValueError(f"{GREEDY} is one reply at temperature 0")
         for number in self.numbers:
@@ -263,6 +259,9 @@ class Eval(Section):
         roles = [one.role for one in self.sets]
         if len(set(roles)) < len(roles):
             raise ValueError(f"each role may be evaluated only once, got {', '.join(roles)}")
+        tasks = [one.name for one in self.lm_eval]
+        if len(set(tasks)) < len(tasks):
+            raise ValueError(f"names of lm_eval must differ, got {', '.join(tasks)}")
         return self
 
     @model_validator(mode="after")
@@ -276,13 +275,6 @@ class Eval(Section):
                 raise ValueError(f"judged.gates: {gate.score}: {mistake}")
         if self.judged.steps and not self.at_start and any(gate.rule != "reaches" for gate in self.gates):
             raise ValueError("judged compares with the base, and eval.at_start is false")
-        return self
-
-    @model_validator(mode="after")
-    def _lm_eval_names_differ(self) -> Self:
-        names = [one.name for one in self.lm_eval]
-        if len(set(names)) < len(names):
-            raise ValueError(f"names of lm_eval must differ, got {', '.join(names)}")
         return self
 
     @model_validator(mode="after")

@@ -115,15 +115,11 @@ class Noise(Section):
     """Factors on sigma by norm name or regular expression. Example: {"layers\\\\.0\\\\.": 0.5}"""
 
     @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def _falls_on_readable_patterns(self) -> Self:
         if self.sigma_end > self.sigma_start:
             raise ValueError(
                 f"sigma_end={self.sigma_end:g} is above sigma_start={self.sigma_start:g}: noise must fall over the run"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _patterns_are_readable(self) -> Self:
         if self.targets == []:
             raise ValueError("targets = [] names no norm; use all, post_attention or regular expressions")
         patterns = {"layer_scale": list(self.layer_scale)}

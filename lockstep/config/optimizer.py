@@ -41,13 +41,9 @@ class _Common(Section):
         return max(1, round(self.warmup_ratio * total)) if self.warmup_ratio else self.warmup_steps
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
+    def _schedule_has_an_effect(self) -> Self:
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio both set the warm-up: set one of the two")
-        return self
-
-    @model_validator(mode="after")
-    def _floor_is_reached(self) -> Self:
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ValueError(
                 "min_lr_ratio has no effect on a constant schedule; choose linear, cosine or wsd, or leave it out"
