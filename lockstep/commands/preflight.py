@@ -98,13 +98,13 @@ def _time(recipe: Recipe, args: argparse.Namespace) -> Check:
 
 
 def _format(recipe: Recipe, args: argparse.Namespace) -> Check:
-    from lockstep.commands.probe import format_mode
+    from lockstep.config.evaluate import GREEDY, EvalMode
     from lockstep.doctor.check import Check
     from lockstep.evaluation.probes import format_lines, probe_format
 
     held = _there(recipe, "id_probe", args.items)
     role = "id_probe" if held else "train"  # before a run these are as good: the model was trained on neither
-    score = _score(recipe, role, held or _there(recipe, "train", args.items), format_mode())
+    score = _score(recipe, role, held or _there(recipe, "train", args.items), EvalMode(name=GREEDY))
     if not any(one.boxed is not None or one.method or one.extracted is not None for one in score.results):
         return Check("format", "ok", "the grader does not say what it read: no format to measure")
     probe = probe_format(score.results)

@@ -46,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and advise. Raises EvaluationError (7) if the format is a no-go."""
+    from lockstep.config.evaluate import GREEDY, EvalMode
     from lockstep.evaluation.probes import format_lines, headroom_lines, probe_format, probe_headroom
 
     args.set = [*args.set, *([f"eval.max_tokens={args.max_tokens}"] if args.max_tokens else [])]
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             [f"{others[0].label}: only one target can be probed at a time"], fix="probe the targets one after the other"
         )
     if args.action == "format":
-        score = measure(target, args, format_mode())
+        score = measure(target, args, EvalMode(name=GREEDY))
         form = probe_format(score.results)
         print("\n".join(format_lines(form)))
         if not form.passed:
@@ -67,12 +68,6 @@ def run(args: argparse.Namespace) -> int:
     group = target.recipe.samples_per_prompt
     print("\n".join(headroom_lines(probe_headroom(score.results, samples, group), group)))
     return 0
-
-
-def format_mode() -> EvalMode:
-    from lockstep.config.schema import EvalMode
-
-    return EvalMode(name="greedy_pass@1")
 
 
 def headroom_mode(recipe: Recipe, samples: int) -> EvalMode:

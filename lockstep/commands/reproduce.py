@@ -43,8 +43,13 @@ def run(args: argparse.Namespace) -> int:
     if args.counts_only:
         return 0
     from lockstep.commands.ab import finished_run
+    from lockstep.models.resolve import resolve
 
-    _require_model(recipe)
+    try:
+        resolve(recipe.model)
+    except ModelError as error:
+        fix = f"{error.fix}; then run the same command again (the data are complete)"
+        raise ModelError(error.what, where=error.where, fix=fix) from None
     found = finished_run(recipe)
     lines = [HEAD, *rows, *_figures(found, expects.figures), "", *_paired(found)]
     if args.overrides:
@@ -101,16 +106,6 @@ def _counted(recipe: Recipe, counts: Sequence[Count]) -> Iterator[str]:
         verdict = "same" if abs(here - count.rows) <= count.within * count.rows else "differs"
         what = f"rows of {count.of}{f' after {count.after}' if count.after else ''}"
         yield f"| {what} | {'about ' if count.within else ''}{count.rows:,} | {here:,} | {verdict} | {count.source} |"
-
-
-def _require_model(recipe: Recipe) -> None:
-    from lockstep.models.resolve import resolve
-
-    try:
-        resolve(recipe.model)
-    except ModelError as error:
-        fix = f"{error.fix}; then run the same command again (the data are complete)"
-        raise ModelError(error.what, where=error.where, fix=fix) from None
 
 
 def _figures(found: RunDirectory, figures: Sequence[Figure]) -> Iterator[str]:

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ _HEAD = re.compile(rb'\{"format": "lockstep\.score", "version": 2, "sha256": "([
 _ADDED: dict[str, Any] = {"workers": 1}
 """Fields that older records of version 2 lack."""
 _PARTS = (b'"score": ', b'"brief": ', b'"results": ')
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Lines of a record of version 2 whose checksum is correct."""
-
-    score: bytes
-    brief: bytes
-    results: bytes
 
 
 def score_path(run_dir: Path, step: int, mode: str) -> Path:
@@ -81,7 +71,7 @@ def read_score(path: Path) -> Score:
     if (parts := _parts(raw, path)) is None:
         return _older(raw, path)
     try:
-        return from_json(Score, _ADDED | json.loads(parts.score) | {"results": json.loads(parts.results)})
+        return from_json(Score, _ADDED | json.loads(parts[0]) | {"results": json.loads(parts[2])})
     except (ValueError, RecursionError) as error:
         raise _foreign(path, str(error)) from error
 
@@ -95,8 +85,8 @@ def read_brief(path: Path) -> Brief:
     if (parts := _parts(raw, path)) is None:
         return brief_of(_older(raw, path))
     try:
-        score = from_json(Score, _ADDED | json.loads(parts.score) | {"results": []})
-        return Brief(score, from_json(Marks, json.loads(parts.brief)))
+        score = from_json(Score, _ADDED | json.loads(parts[0]) | {"results": []})
+        return Brief(score, from_json(Marks, json.loads(parts[1])))
     except (ValueError, RecursionError) as error:
         raise _foreign(path, str(error)) from error
 
@@ -135,8 +125,10 @@ def _bytes(path: Path) -> bytes:
         ) from error
 
 
-def _parts(raw: bytes, path: Path) -> _Parts | None:
-    """Return the lines of a record of version 2; None for anything else. Raises EvaluationError if the checksum is wrong."""
+def _parts(raw: bytes, path: Path) -> list[bytes] | None:
+    """Return score, brief and results of a record of version 2; None for anything else. Raises EvaluationError if the checksum is
+    wrong.
+    """
     head = _HEAD.match(raw)
     if head is None:
         return None
@@ -146,8 +138,7 @@ def _parts(raw: bytes, path: Path) -> _Parts | None:
         raise _damaged(path)
     if not all(line.startswith(name) for line, name in zip(lines, _PARTS, strict=False)):
         raise _foreign(path, "its lines are not score, brief and results")
-    score, brief, results = (line[len(name) : -1] for line, name in zip(lines, _PARTS, strict=False))
-    return _Parts(score, brief, results)
+    return [line[len(name) : -1] for line, name in zip(lines, _PARTS, strict=False)]
 
 
 def _older(raw: bytes, path: Path) -> Score:

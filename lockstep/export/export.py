@@ -191,7 +191,10 @@ def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> 
     if adapter:
         identity, total = _write_adapter(policy, target, folder)
     else:
-        identity, total = _write_model(model, folder, shard_bytes)
+        merged = dict(merged_weights(model))
+        identity = fingerprint(iter(merged.items())).combined
+        total = write_sharded(folder, _published(base_model(model), merged), shard_bytes)
+        del merged
     sequences = probe_sequences(model, policy.tokenizer.all_special_ids)
     device = str(next(model.parameters()).device)
     trained = wide_logprobs(model, sequences)
@@ -206,13 +209,6 @@ def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> 
     )  # fmt: skip
     request = Request(str(folder), str(source) if adapter else "", dtype, device, sequences, TEXT, chat)
     return _Written(expected, request, total, changes)
-
-
-def _write_model(model: nn.Module, folder: Path, shard_bytes: int) -> tuple[str, int]:
-    """Write the merged weights; returns their fingerprint and bytes."""
-    merged = dict(merged_weights(model))
-    identity = fingerprint(iter(merged.items())).combined
-    return identity, write_sharded(folder, _published(base_model(model), merged), shard_bytes)
 
 
 def _trained(target: Target) -> Policy:

@@ -81,7 +81,11 @@ class Monitor:
 
     def _take(self, step: int, metrics: Metrics) -> list[Alarm]:
         """Count a step and return its alarms, those that stop the run last."""
-        self._remember(step, metrics)
+        if self._callbacks and step:
+            self._history.append((step, dict(metrics)))
+        for name, value in metrics.items():
+            if name == REWARD or name.startswith("eval/"):
+                self._values.setdefault(name, {})[step] = value
         alarms = sorted(self._judge.step(step, metrics), key=lambda alarm: alarm.setting.tier == "stop")
         self._smoke.take(step, metrics, alarms)
         return alarms
@@ -139,13 +143,6 @@ class Monitor:
             self._logger.say(f"stopping after step {self._step} of {self._recipe.steps}, by the rule {alarm.place}")
         else:
             self._logger.say(f"warning: {alarm.what}{alarm.to_do}")
-
-    def _remember(self, step: int, metrics: Metrics) -> None:
-        if self._callbacks and step:
-            self._history.append((step, dict(metrics)))
-        for name, value in metrics.items():
-            if name == REWARD or name.startswith("eval/"):
-                self._values.setdefault(name, {})[step] = value
 
     def _points(self, name: str) -> list[Point]:
         return [Point(step, value) for step, value in sorted(self._values.get(name, {}).items())]

@@ -162,11 +162,8 @@ def cpu_facts() -> dict[str, Any]:
 def variables() -> dict[str, str]:
     """Return the environment variables that change how a run computes, with the values of secrets hidden."""
     found = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
-    return {name: "***" if _secret(name, value) else hide_values(value) for name, value in found}
-
-
-def _secret(name: str, value: str) -> bool:
-    return SECRET_NAME.fullmatch(name) is not None or SECRET_TEXT.search(value) is not None
+    secret = {name for name, value in found if SECRET_NAME.fullmatch(name) or SECRET_TEXT.search(value)}
+    return {name: "***" if name in secret else hide_values(value) for name, value in found}
 
 
 def _torch() -> dict[str, Any]:
