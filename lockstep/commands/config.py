@@ -86,16 +86,20 @@ def facts(recipe: Recipe) -> list[tuple[str, str]]:
         else "never (eval.enabled: false)"
     )
     if recipe.sft is not None:
-        size, steps = recipe.sft.sequences_per_step, recipe.steps
-        run = (
-            f"{steps} x {size} = {steps * size} rows" if recipe.sft.epochs is None else f"{recipe.sft.epochs:g} epochs"
-        )
+        size, count, epochs = recipe.sft.sequences_per_step, recipe.steps, recipe.sft.epochs
+        run = f"{count} x {size} = {count * size} rows" if epochs is None else f"{epochs:g} epochs"
         work = [
             ("rows", f"{size} a step of at most {recipe.sft.max_tokens} tokens, loss on {recipe.sft.train_on}"),
             ("optimizer steps", f"one a step; {run}"),
         ]
     else:
-        work = _rl_facts(recipe)
+        samples, updates, longest = recipe.samples_per_step, recipe.updates_per_step, recipe.rollout.max_tokens
+        steps = f"{recipe.steps} steps x {updates} of {recipe.samples_per_update} samples each"
+        work = [
+            ("samples", f"{samples} a step = {recipe.prompts_per_step} prompts x {recipe.samples_per_prompt} samples"),
+            ("response tokens", f"at most {samples * longest} a step = {samples} x {longest}"),
+            ("optimizer steps", f"{recipe.steps * updates} = {steps}"),
+        ]
     return [
         ("model", f"{recipe.model.path}, adapter {recipe.adapter.kind}"),
         ("loop", recipe.loop),
@@ -104,21 +108,6 @@ def facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("learning rate", f"{recipe.lr:g} ({origin}), {recipe.optimizer.schedule}, {warm}"),
         ("evaluation", evaluation),
         ("checkpoints", f"at steps {saves}; the last {recipe.save.keep_last} are kept"),
-    ]
-
-
-def _rl_facts(recipe: Recipe) -> list[tuple[str, str]]:
-    samples, updates = recipe.samples_per_step, recipe.updates_per_step
-    return [
-        ("samples", f"{samples} a step = {recipe.prompts_per_step} prompts x {recipe.samples_per_prompt} samples"),
-        (
-            "response tokens",
-            f"at most {samples * recipe.rollout.max_tokens} a step = {samples} x {recipe.rollout.max_tokens}",
-        ),
-        (
-            "optimizer steps",
-            f"{recipe.steps * updates} = {recipe.steps} steps x {updates} of {recipe.samples_per_update} samples each",
-        ),
     ]
 
 

@@ -68,7 +68,7 @@ class OpenSpielTask(Section):
     """Limits of whole games."""
 
     @model_validator(mode="after")
-    def _cases(self) -> Self:
+    def _settings_have_an_effect(self) -> Self:
         if self.games and self.game_list:
             raise ValueError("games and game_list both name games: set one of them")
         if strange := sorted(set(self.game_configs) - set(self.game_list)):
@@ -79,10 +79,6 @@ class OpenSpielTask(Section):
             for key, value in config.items():
                 if not isinstance(value, str | int | float):
                     raise ValueError(f"game_configs.{name}: {key} must be text, a number or a boolean")
-        return self
-
-    @model_validator(mode="after")
-    def _unused(self) -> Self:
         modes = dict.fromkeys(("playouts", "playout", "workers"), "outcome")
         modes |= dict.fromkeys(("opponent", "rival", "illegal_moves", "turns"), "game")
         for name, mode in modes.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from lockstep.config.foreign_settings import Foreign, Missing
@@ -17,14 +18,10 @@ GSM8K: Json = {"kind": "regex", "pattern": "#### (-?[0-9.,]+)", "compare": "numb
 TRUTH = "reward_model.ground_truth"
 
 
-def _prompt(model: str) -> Rule:
-    """Return the rule for a longest prompt, which is counted by the tokenizer of the model that this setting names."""
-
-    def filter_of(f: Foreign, value: Json) -> Found:
-        counted = {"model": f[model]} if isinstance(f[model], str) else {}
-        return {"task.data.filters": [{"kind": "tokens", "high": value, **counted}]} if value is not None else {}
-
-    return filter_of
+def _prompt(model: str, f: Foreign, value: Json) -> Found:
+    """Return the filter of a longest prompt, which is counted by the tokenizer of the model that the setting `model` names."""
+    counted = {"model": f[model]} if isinstance(f[model], str) else {}
+    return {"task.data.filters": [{"kind": "tokens", "high": value, **counted}]} if value is not None else {}
 
 
 def _one_file(value: Json) -> str:
@@ -53,39 +50,28 @@ def _trl_reward(f: Foreign, value: Json) -> Found:
     return {"task.verifier": {"kind": "trl", "path": [n if ".py:" in n else f"rewards.py:{n}" for n in names]}}
 
 
-def _modes(temperature: str, samples: str, sampled: str = "") -> Rule:
-    def modes(f: Foreign, value: Json) -> Found:
-        hot = f.number(temperature) if not sampled or f[sampled] else 0
-        count = int(f.number(samples))
-        if hot == 0:
-            return {"eval.modes": [{"name": "greedy"}]}
-        return {
-            "eval.modes": [{"name": f"avg@{count}" if count > 1 else "sampled", "temperature": hot, "samples": count}]
-        }
-
-    return modes
+def _modes(temperature: str, samples: str, sampled: str, f: Foreign, value: Json) -> Found:
+    hot = f.number(temperature) if not sampled or f[sampled] else 0
+    count = int(f.number(samples))
+    if hot == 0:
+        return {"eval.modes": [{"name": "greedy"}]}
+    return {"eval.modes": [{"name": f"avg@{count}" if count > 1 else "sampled", "temperature": hot, "samples": count}]}
 
 
-def _gpus(estimator: str) -> Rule:
-    def gpus(f: Foreign, value: Json) -> Found:
-        if value not in (None, 1) and f[estimator] == "gae":
-            raise Missing("a run with a critic is one process here: one GPU")
-        return {} if value in (None, 1) else {"placement.gpus": value}
-
-    return gpus
+def _gpus(estimator: str, f: Foreign, value: Json) -> Found:
+    if value not in (None, 1) and f[estimator] == "gae":
+        raise Missing("a run with a critic is one process here: one GPU")
+    return {} if value in (None, 1) else {"placement.gpus": value}
 
 
-def _engine(gpus: str) -> Rule:
-    def engine(f: Foreign, value: Json) -> Found:
-        if not value or value == "hf":
-            return {}
-        if value in ("sglang", "trtllm"):
-            raise Missing("the engines here are native, which is taken, and vllm")
-        if f.number(gpus) != 1:
-            raise Missing("on several GPUs the native engine samples; vLLM runs on one: rollout.engine=vllm")
-        return {"rollout.engine": "vllm"}
-
-    return engine
+def _engine(gpus: str, f: Foreign, value: Json) -> Found:
+    if not value or value == "hf":
+        return {}
+    if value in ("sglang", "trtllm"):
+        raise Missing("the engines here are native, which is taken, and vllm")
+    if f.number(gpus) != 1:
+        raise Missing("on several GPUs the native engine samples; vLLM runs on one: rollout.engine=vllm")
+    return {"rollout.engine": "vllm"}
 
 
 def _verl_correction(f: Foreign, value: Json) -> Found:
@@ -163,18 +149,14 @@ def _trl_ranks(f: Foreign, value: Json) -> Found:
     return {}
 
 
-def _trl_steps(path: str) -> Rule:
-    """Return the rule for a number of optimizer steps, which is one of steps here."""
-
-    def steps(f: Foreign, value: Json) -> Found:
-        if not isinstance(value, int | float) or value <= 0:
-            return {}
-        if value < 1:
-            raise Missing(f"a share of the run: set {path} in steps")
-        samples, update = _trl_generation(f)
-        return {path: max(1, round(value / (max(1, samples // update) * f.number("num_iterations"))))}
-
-    return steps
+def _trl_steps(path: str, f: Foreign, value: Json) -> Found:
+    """Translate a number of optimizer steps, which is one of steps here."""
+    if not isinstance(value, int | float) or value <= 0:
+        return {}
+    if value < 1:
+        raise Missing(f"a share of the run: set {path} in steps")
+    samples, update = _trl_generation(f)
+    return {path: max(1, round(value / (max(1, samples // update) * f.number("num_iterations"))))}
 
 
 def _trl_warmup(f: Foreign, value: Json) -> Found:
@@ -203,9 +185,9 @@ def _sinks(f: Foreign, value: Json) -> Found:
 
 _VAL = "actor_rollout_ref.rollout.val_kwargs"
 RULES: Mapping[str, Rule] = {
-    "verl_prompt": _prompt("actor_rollout_ref.model.path"),
-    "openrlhf_prompt": _prompt("actor.model_name_or_path"),
-    "trl_prompt": _prompt("model_name_or_path"),
+    "verl_prompt": partial(_prompt, "actor_rollout_ref.model.path"),
+    "openrlhf_prompt": partial(_prompt, "actor.model_name_or_path"),
+    "trl_prompt": partial(_prompt, "model_name_or_path"),
     "verl_files": lambda f, value: {"task.data.source": _one_file(value), "task.data.answer": TRUTH},
     "verl_heldout": lambda f, value: {
         "task.heldout.id_probe": {"source": _one_file(value), "prompt": f["data.prompt_key"], "answer": TRUTH}
@@ -213,13 +195,13 @@ RULES: Mapping[str, Rule] = {
     "verl_reward": _verl_reward,
     "openrlhf_reward": _openrlhf_reward,
     "trl_reward": _trl_reward,
-    "verl_modes": _modes(f"{_VAL}.temperature", f"{_VAL}.n", f"{_VAL}.do_sample"),
-    "openrlhf_modes": _modes("eval.temperature", "eval.n_samples_per_prompt"),
-    "verl_gpus": _gpus("algorithm.adv_estimator"),
-    "openrlhf_gpus": _gpus("algo.advantage.estimator"),
-    "verl_engine": _engine("trainer.n_gpus_per_node"),
-    "openrlhf_engine": _engine("actor.num_gpus_per_node"),
-    "trl_engine": _engine("ranks"),
+    "verl_modes": partial(_modes, f"{_VAL}.temperature", f"{_VAL}.n", f"{_VAL}.do_sample"),
+    "openrlhf_modes": partial(_modes, "eval.temperature", "eval.n_samples_per_prompt", ""),
+    "verl_gpus": partial(_gpus, "algorithm.adv_estimator"),
+    "openrlhf_gpus": partial(_gpus, "algo.advantage.estimator"),
+    "verl_engine": partial(_engine, "trainer.n_gpus_per_node"),
+    "openrlhf_engine": partial(_engine, "actor.num_gpus_per_node"),
+    "trl_engine": partial(_engine, "ranks"),
     "verl_correction": _verl_correction,
     "openrlhf_correction": _openrlhf_correction,
     "trl_correction": _trl_correction,
@@ -227,9 +209,9 @@ RULES: Mapping[str, Rule] = {
     "openrlhf_kl": _openrlhf_kl,
     "trl_batch": _trl_batch,
     "trl_ranks": _trl_ranks,
-    "trl_steps": _trl_steps("steps"),
-    "trl_eval": _trl_steps("eval.every"),
-    "trl_save": _trl_steps("save.every"),
+    "trl_steps": partial(_trl_steps, "steps"),
+    "trl_eval": partial(_trl_steps, "eval.every"),
+    "trl_save": partial(_trl_steps, "save.every"),
     "trl_warmup": _trl_warmup,
     "trl_betas": lambda f, value: {"optimizer.betas": [value, f["adam_beta2"]]},
     "trl_high": _trl_high,

@@ -61,34 +61,25 @@ def model_card(
     target: Target, source: Source, verified: Verified, kind: Literal["model", "adapter", "gguf"], dtype: str
 ) -> str:
     """Return the README.md of the folder."""
+    front = ["---", f"library_name: {LIBRARIES[kind]}"]
+    front += [f"base_model: {source.base}"] if resolve(target.recipe.model).source is From.HUB else []
     sections = [
-        _front(source, kind, hub=resolve(target.recipe.model).source is From.HUB),
+        "\n".join([*front, "pipeline_tag: text-generation", "tags: [lockstep]", "---"]),
         f"# {target.run.name if target.run else Path(target.label).name}",
         *_about(source, dtype),
-    ]
-    how = _HOW_GGUF if kind == "gguf" else _HOW_VERIFIED
-    sections += [
         "## Prompt",
         prompt_section(target.recipe, source.numerics),
         "## Use",
         _use(target, source, kind, dtype),
-    ]
-    sections += [
         "## Scores",
         *_scores(target, "start" if source.lineage else "base"),
         "## Verified",
         f"{verified.line}.",
-        how,
+        _HOW_GGUF if kind == "gguf" else _HOW_VERIFIED,
     ]
     if target.run is not None and (formula := RunDirectory.open(target.run).manifest().get("formula")):
         sections += ["## Objective", f"```\n{formula}\n```"]
     return "\n\n".join(sections) + "\n"
-
-
-def _front(source: Source, kind: str, *, hub: bool) -> str:
-    lines = ["---", f"library_name: {LIBRARIES[kind]}"]
-    lines += [f"base_model: {source.base}"] if hub else []
-    return "\n".join([*lines, "pipeline_tag: text-generation", "tags: [lockstep]", "---"])
 
 
 def _about(source: Source, dtype: str) -> list[str]:

@@ -72,8 +72,12 @@ class DiskPlan:
         return self.kept * self.checkpoint + self.rollouts + self.scores
 
 
-def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], files: float = 0.0) -> DiskPlan:
-    """Return the forecast of a recipe over a model. `files`: bytes of what is copied beside full weights (config, tokenizer)."""
+def forecast(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], model: Path) -> DiskPlan | None:
+    """Return the plan for the model in a folder; None for a user's optimizer or another method of PEFT, whose sizes cannot be
+    told.
+    """
+    if recipe.adapter.kind == "peft" or recipe.optimizer.kind == "python":
+        return None
     full = recipe.adapter.kind == "none"
     element = element_bytes(recipe, device)
     _, added = adapter_size(recipe.adapter, shape)
@@ -90,20 +94,13 @@ def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"],
     return DiskPlan(
         weights=element * _saved(recipe, shape, trained),
         optimizer=optimizer,
-        files=(files if full else ADAPTER_FILES) + TENSOR_HEADER * tensors + SMALL_FILES,
+        files=(sum(path.stat().st_size for path in files_beside(model)) if full else ADAPTER_FILES)
+        + TENSOR_HEADER * tensors
+        + SMALL_FILES,
         kept=kept + (1 if saves(recipe) > recipe.save.keep_last else 0),
         rollouts=_rollouts(recipe),
         scores=_scores(recipe),
     )
-
-
-def forecast(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], model: Path) -> DiskPlan | None:
-    """Return the plan for the model in a folder; None for a user's optimizer or another method of PEFT, whose sizes cannot be
-    told.
-    """
-    if recipe.adapter.kind == "peft" or recipe.optimizer.kind == "python":
-        return None
-    return plan_disk(recipe, shape, device, sum(path.stat().st_size for path in files_beside(model)))
 
 
 def _saved(recipe: Recipe, shape: ModelShape, trained: int) -> float:

@@ -188,13 +188,20 @@ def _update_of(recipe: Recipe, shape: ModelShape, *, old: bool = False, referenc
 
 def folder_here(model: Model) -> Path | None:
     """Return the folder of a model that is on this machine already; nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     if model.path in BUILTINS:
         folder = builtin_place(model.path)
         return folder if (folder / "config.json").is_file() else None
     folder = Path(model.path).expanduser()
     if (folder / "config.json").is_file():
         return folder
-    return _hub_cache(model)
+    try:
+        found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    except HFValidationError:  # no such id could be
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def weights_here(model: Model) -> Path | None:
@@ -211,17 +218,6 @@ def config_folder(model: Model) -> Path | None:
     if folder is not None or model.path in BUILTINS or not HUB_ID.fullmatch(model.path):
         return folder
     return hub_config(model.path, model.revision)
-
-
-def _hub_cache(model: Model) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-    except HFValidationError:  # no such id could be
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Literal["cuda", "cpu"], float, float, str]:

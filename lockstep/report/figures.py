@@ -118,7 +118,9 @@ def curve_figure(records: Sequence[StepRecord], curve: Curve, ranges: Ranges) ->
     """Draw the metrics of a curve; without a finite value there is no series."""
     series = [_series(records, metric, label) for metric, label in curve.metrics]
     shown = tuple(one for one in series if any(value is not None for value in one.y))
-    healthy = healthy_range(curve.metrics[0][0], ranges)
+    info = find(curve.metrics[0][0])
+    rule = ranges.get(curve.metrics[0][0]) or (info.healthy if info else None)
+    healthy = (None, None) if rule is None or rule.until is not None else (rule.low, rule.high)
     return Figure(curve.title, curve.unit, shown, healthy=healthy, help=help_text(curve, ranges))
 
 
@@ -160,13 +162,6 @@ def marks(records: Sequence[StepRecord], events: Iterable[Event], ranges: Ranges
         for step in row.steps
     ]
     return sorted(found, key=lambda mark: mark.step)
-
-
-def healthy_range(metric: str, ranges: Ranges) -> tuple[float | None, float | None]:
-    """Return the ends of a metric's healthy range, None where it has none or one for the first steps only."""
-    info = find(metric)
-    rule = ranges.get(metric) or (info.healthy if info else None)
-    return (None, None) if rule is None or rule.until is not None else (rule.low, rule.high)
 
 
 def help_text(curve: Curve, ranges: Ranges) -> str:

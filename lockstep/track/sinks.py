@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from lockstep.track.facts import SECRET_TEXT
 from lockstep.track.files import write_atomic
 from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.rundir import RunDirectory
-from lockstep.track.trackers import BUILT_IN, Sample, TrackedRun, is_installed
+from lockstep.track.trackers import BUILT_IN, Sample, TrackedRun
 from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Tracker
 from lockstep.user_code import load_object
@@ -87,7 +88,7 @@ def check_installed(track: Track) -> None:
 def missing(name: str) -> str:
     """Say why there is no tracker of this name; "" if there is one."""
     if name in BUILT_IN:
-        return "" if is_installed(name) else f"{name} is not installed"
+        return "" if find_spec(name) else f"{name} is not installed"
     if ".py:" in name:
         load_object(name, ConfigError)
         return ""

@@ -6,7 +6,6 @@ tracker holds; `samples(step, samples)` takes replies as text; `artifact(path, n
 
 from __future__ import annotations
 
-import importlib.util
 import netrc
 import os
 import re
@@ -303,11 +302,6 @@ BUILT_IN: Mapping[str, Callable[[TrackedRun], Any]] = {
     "mlflow": Mlflow,
     "swanlab": SwanLab,
 }
-
-
-def is_installed(name: str) -> bool:
-    """Return whether the package of a built-in tracker is there."""
-    return importlib.util.find_spec(name) is not None
 
 
 def has_wandb_key() -> bool:

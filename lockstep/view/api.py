@@ -117,7 +117,8 @@ class Viewer:
         ask = _read(Ask, params)
         records, ranges = self._run(ask.run).facts().records, self._run(ask.run).ranges
         names = sorted({name for record in records for name in record.metrics if ask.text.lower() in name.lower()})
-        charts = (curve_figure(records, _single(name), ranges) for name in names)
+        units = {name: info.unit if (info := find(name)) else "" for name in names}
+        charts = (curve_figure(records, Curve(name, units[name], ((name, name),)), ranges) for name in names)
         found: list[Figure] = [chart for chart in charts if chart.series]
         return {"figures": found[:MOST_CURVES], "left": max(0, len(found) - MOST_CURVES)}
 
@@ -244,11 +245,6 @@ def _compared(find_pairs: Callable[[], list[Pair]]) -> dict[str, object]:
         return {"columns": COMPARISON, "rows": [], "notes": [f"not compared: {error.what}"]}
     notes = [note for row in rows for note in (power_line(row.comparison), row.comparison.warning) if note]
     return {"columns": COMPARISON, "rows": [comparison_row(row) for row in rows], "notes": list(dict.fromkeys(notes))}
-
-
-def _single(metric: str) -> Curve:
-    info = find(metric)
-    return Curve(metric, info.unit if info else "", ((metric, metric),))
 
 
 def _shown(row: RolloutRow, step: int, place: int) -> dict[str, object]:
