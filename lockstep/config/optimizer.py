@@ -96,6 +96,12 @@ class PythonOptimizer(_Common):
     state_bytes: float = Field(default=8.0, ge=0)
     """Bytes of state for each trained parameter, for the memory plan: 4 for each fp32 number."""
 
+    @model_validator(mode="after")
+    def _one_decay(self) -> Self:
+        if self.weight_decay and "weight_decay" in self.settings:
+            raise ValueError("weight_decay and settings.weight_decay both set the decay: set one of the two")
+        return self
+
 
 Optimizer: TypeAlias = Annotated[AdamW | Muon | PythonOptimizer, Field(discriminator="kind")]
 

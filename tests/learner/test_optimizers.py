@@ -261,6 +261,13 @@ def test_the_decay_is_the_recipes_not_the_default_of_the_class(
     assert {group["weight_decay"] for group in inner.optimizer.param_groups} == decays
 
 
+def test_two_decays_are_refused():
+    mine = ["optimizer.kind=python", "optimizer.path=a.py:B", "optimizer.settings.weight_decay=0.25"]
+    assert load(mine).optimizer.weight_decay == 0
+    with pytest.raises(ConfigError, match=r"optimizer: weight_decay and settings\.weight_decay both set the decay"):
+        load([*mine, "optimizer.weight_decay=0.5"])
+
+
 def test_what_fails_says_where(own: Path):
     given = parameters()
     optimizer = MasterOptimizer(given, PythonOptimizer(path=f"{own}:NoDecay"))
