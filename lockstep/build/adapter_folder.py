@@ -88,7 +88,7 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
         targets = _layers(found.path)  # a foreign expression is not evaluated: it may never end
     settings = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "targets": sorted(map(str, targets))}
     if on_experts:
-        settings["expert_rank"] = rank_on_experts(config)[0]
+        settings["expert_rank"] = rank_on_experts(config)
     switches = {name: bool(config.get(f"use_{name}")) for name in ("rslora", "dora")}
     try:
         return Lora.model_validate(settings | switches)

@@ -167,8 +167,10 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
                 where=str(folder),
                 fix="save the adapter again, so that its config and its tensors belong together",
             )
-    for name in ("r", "lora_alpha") if config.get("peft_type", "LORA") == "LORA" else ():
-        if not (isinstance(value := config.get(name, 1), int | float) and value > 0):
+    alphas = {"r": config.get("r", 1), "lora_alpha": config.get("lora_alpha", 1)}
+    alphas |= patterns[1] if isinstance(patterns[1], dict) else {}
+    for name, value in alphas.items() if config.get("peft_type", "LORA") == "LORA" else ():
+        if not (isinstance(value, int | float) and value > 0):
             raise ModelError(
                 f"{CONFIG} gives {name} as {str(value)[:40]}, not as a number above 0",
                 where=str(folder),

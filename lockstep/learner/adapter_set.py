@@ -30,7 +30,7 @@ from lockstep.learner.adapter_files import (
     read_adapter,
 )
 from lockstep.learner.adapter_start import START_A, START_B
-from lockstep.learner.lora_experts import attach_to_experts, in_experts, rank_on_experts
+from lockstep.learner.lora_experts import attach_to_experts, in_experts, rank_on_experts, scaling_on_experts
 from lockstep.models.weights import load_weights, named_weights
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class AdapterSet:
                     fix="load this adapter over a separate copy of the base",
                 ) from error
             if experts:
-                attach_to_experts(self.model, name, *rank_on_experts(found.config))
+                attach_to_experts(self.model, name, rank_on_experts(found.config), scaling_on_experts(found.config))
         self.model.requires_grad_(False)
 
     def _switch(self, name: str | None) -> None:

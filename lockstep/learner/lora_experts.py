@@ -137,19 +137,25 @@ def describe_targets(adapter: Lora, content: dict[str, Any]) -> None:
 
 def has_adapted_experts(config: Mapping[str, Any]) -> bool:
     """Return whether adapter_config.json has adapters on experts, and ranks of its own for nothing else."""
-    targets = {str(target).rpartition("experts.")[2] for target in config.get("target_parameters") or ()}
-    ranks = {str(name).rpartition("experts.")[2] for name in config.get("rank_pattern") or ()}
+    named, ranked = config.get("target_parameters"), config.get("rank_pattern") or {}
+    if not (isinstance(named, list) and isinstance(ranked, dict)):
+        return False
+    targets, ranks = ({str(one).rpartition("experts.")[2] for one in found} for found in (named, ranked))
     return targets == ADAPTERS.keys() and ranks <= ADAPTERS.keys() | {"experts"}
 
 
-def rank_on_experts(config: Mapping[str, Any]) -> tuple[int, float]:
-    """Return rank and scaling of the experts' adapters from adapter_config.json."""
-    rank = _pattern(config, "rank_pattern", config.get("r", 8))
-    alpha = _pattern(config, "alpha_pattern", config.get("lora_alpha", 8))
-    return int(rank), alpha / (rank**0.5 if config.get("use_rslora") else rank)
+def rank_on_experts(config: Mapping[str, Any]) -> Any:
+    """Return the rank of the experts' adapters from adapter_config.json, as it is written there."""
+    return _pattern(config, "rank_pattern", config.get("r", 8))
 
 
-def _pattern(config: Mapping[str, Any], name: str, usual: float) -> float:
+def scaling_on_experts(config: Mapping[str, Any]) -> float:
+    """Return the scaling of the experts' adapters from adapter_config.json, whose ranks are numbers."""
+    rank, alpha = rank_on_experts(config), _pattern(config, "alpha_pattern", config.get("lora_alpha", 8))
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _pattern(config: Mapping[str, Any], name: str, usual: Any) -> Any:
     """Return the value for the experts from a setting of PEFT's whose keys are ends of names."""
     return next(
         (v for k, v in (config.get(name) or {}).items() if k.endswith(tuple(ADAPTERS)) or k == "experts"), usual

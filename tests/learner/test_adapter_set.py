@@ -112,6 +112,7 @@ def test_the_tensors_say_which_layers_have_adapters(folders: dict[str, Path], ta
         ({"r": 10**9}, "rank of 1000000000"),
         ({"r": "many"}, "rank of many"),
         ({"rank_pattern": {"q_proj": 10**9}}, "q_proj a rank of 1000000000"),
+        ({"alpha_pattern": {"q_proj": "much"}}, "q_proj as much, not as a number above 0"),
         ({"rank_pattern": {ENDLESS: 4}}, "is not supported"),
         ({"modules_to_save": [ENDLESS]}, "is not supported"),
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.build.adapter_folder import adapter_settings, find_adapter
+from lockstep.build.adapter_folder import AdapterTarget, adapter_settings, find_adapter
 from lockstep.config.adapter import Lora, NoAdapter
 from lockstep.config.load import load
 from lockstep.errors import ModelError
@@ -21,7 +21,7 @@ from lockstep.export.export import export
 from lockstep.learner.adapter_files import Base, read_adapter, save_adapter, saved_tensors
 from lockstep.learner.adapter_set import AdapterSet
 from lockstep.learner.adapters import as_reference, attach
-from lockstep.learner.lora_experts import ExpertsAdapter, attach_to_experts
+from lockstep.learner.lora_experts import TARGETS, ExpertsAdapter, attach_to_experts
 from lockstep.learner.merge import base_names, merged_weights
 from lockstep.loops.start import resume_run
 from lockstep.models import exact
@@ -173,6 +173,25 @@ def test_runs_on_packed_and_dense_experts_are_one_and_resume_to_the_bit(tmp_path
     assert merged[0].fingerprint == merged[1].fingerprint
     assert export(find_target(str(runs[0].path)), tmp_path / "adapter", adapter=True, check=answer).kind == "adapter"
     assert read_adapter(tmp_path / "adapter").config["rank_pattern"]["experts.down_proj"] == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"rank_pattern": {"experts.down_proj": "many"}}, "expert_rank is many: Input should be a valid integer"),
+        ({"rank_pattern": 5}, "it uses rank_pattern"),
+        ({"target_parameters": 5}, "it uses target_parameters"),
+    ],
+)
+def test_a_rank_of_experts_that_is_no_number_is_refused(entries: dict[str, object], says: str) -> None:
+    config: dict[str, object] = {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "target_parameters": list(TARGETS),
+    }
+    with pytest.raises(ModelError, match=says):
+        adapter_settings(AdapterTarget(Path("adapter"), "base", config | entries), NoAdapter())
 
 
 @pytest.mark.parametrize(
