@@ -31,7 +31,7 @@ class _Common(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this share of lr."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
-    """Share of the optimizer steps at the end in which the rate falls (schedule wsd)."""
+    """Share of the optimizer steps at the end in which the rate falls, two at least (schedule wsd)."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: fp32 masters and moments lie in main memory and pass through the GPU in pieces at each step: 12 bytes a parameter less
     on the GPU under AdamW, in full training. Changes memory and time, not the result."""

@@ -12,7 +12,7 @@ def learning_rate(settings: Optimizer, peak: float, step: int, total: int) -> fl
     """Return the rate of optimizer step `step` (0-based) of `total`: linear warm-up, then the schedule down to its floor.
 
     wsd is warm-up, stable, decay (MiniCPM, arXiv 2404.06395): the peak until the last `decay_share` of all steps, then linear
-    to the floor. All schedules would reach their floor at step `total`.
+    to the floor; of at least two steps, as the first still has the peak. All schedules would reach their floor at step `total`.
     """
     warmup = settings.warmup(total)
     if step < warmup:
@@ -27,7 +27,7 @@ def learning_rate(settings: Optimizer, peak: float, step: int, total: int) -> fl
         case "cosine":
             return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
         case "wsd":
-            start = max(total - round(total * settings.decay_share), warmup)
+            start = max(total - max(2, round(total * settings.decay_share)), warmup)
             return peak + (floor - peak) * min(1.0, max(0, step - start) / max(1, total - start))
         case _:
             assert_never(settings.schedule)

@@ -317,6 +317,12 @@ def test_wsd_by_hand():
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1])
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4, 7, 8])
+def test_wsd_falls_in_short_runs_too(steps: int):
+    """A fifth of two to seven steps is none or one, and the first step of the decay still has the peak."""
+    assert [learning_rate(AdamW(schedule="wsd"), 1.0, step, steps) for step in range(steps)][-2:] == [1, 0.5]
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 def test_the_plan_knows_the_bytes_that_are_kept(tiny_model_dir: Path, own: Path):
     """Counted on the tensors of a real optimizer over a real model."""
