@@ -224,7 +224,8 @@ def smallest_detectable(n: int, changing: float, power: float = 0.8) -> float | 
 
     def found(difference: float) -> float:
         rise = (1 + difference / changing) / 2
-        return sum(w * float(_binomial(logs, k, np.arange(least, k + 1), rise).sum()) for w, k, least in weighed)
+        rises = ((w, k, _likely(k, rise, least)) for w, k, least in weighed)
+        return sum(w * float(_binomial(logs, k, counts, rise).sum()) for w, k, counts in rises)
 
     low, high = 0.0, changing
     if found(high) < power:
@@ -233,6 +234,12 @@ def smallest_detectable(n: int, changing: float, power: float = 0.8) -> float | 
         middle = (low + high) / 2
         low, high = (low, middle) if found(middle) >= power else (middle, high)
     return high
+
+
+def _likely(n: int, share: float, least: int) -> NDArray[np.int64]:
+    """Return the counts of n trials from `least` on, but for those so far from the mean that together they are below 1e-15."""
+    away = 9 * math.sqrt(n * share * (1 - share)) + 30
+    return np.arange(max(least, math.floor(n * share - away)), min(n, math.ceil(n * share + away)) + 1)
 
 
 def _binomial(logs: Floats, n: int, counts: NDArray[np.int64], share: float) -> Floats:
@@ -244,8 +251,9 @@ def _binomial(logs: Floats, n: int, counts: NDArray[np.int64], share: float) -> 
 
 def _least_rises(logs: Floats, changed: int) -> int:
     """Return how many changed items must rise for `mcnemar` to call it an effect; more than `changed` if no number suffices."""
-    tails = _binomial(logs, changed, np.arange(changed + 1), 0.5)[::-1].cumsum()
-    return changed + 1 - int((2 * tails < ALPHA).sum())
+    counts = _likely(changed, 0.5, changed // 2)
+    tails = _binomial(logs, changed, counts, 0.5)[::-1].cumsum()
+    return int(counts[-1]) + 1 - int((2 * tails < ALPHA).sum())
 
 
 def resolution(n: int, changing: float = 0.2) -> str:

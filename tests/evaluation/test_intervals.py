@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -229,6 +230,13 @@ def test_smallest_detectable_difference_is_found_four_times_in_five(n: int, chan
         )
 
     assert found(d - 0.001) < 0.8 <= found(d) < 0.81
+
+
+def test_the_smallest_detectable_difference_of_many_items_takes_no_seconds() -> None:
+    began = time.process_time()
+    found = [smallest_detectable(n, changing) for n, changing in ((1000, 0.05), (100_000, 0.2), (100_000, 1.0))]
+    assert found == [0.020410156250000006, 0.00400390625, 0.0089111328125], "as counted over every outcome"
+    assert time.process_time() - began < 3
 
 
 def test_too_few_items_detect_nothing() -> None:
