@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import importlib.util
 import io
@@ -136,6 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return PIPE_CLOSED
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(
+                f"lockstep: {visible(str(error.filename))}: no file can have so long a name; correct it",
+                file=sys.stderr,
+            )
+            return 2
         if not _stdout_fails():
             raise
         print(f"lockstep: the output cannot be written: {error.strerror}", file=sys.stderr)

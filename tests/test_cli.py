@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,15 @@ def test_a_command_ends_with_its_exit_code(
     monkeypatch.setattr(cli, "commands", lambda names: {"probe": command(run)})
     assert main(["probe"]) == code
     assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize(
+    "command", ["sample", "rollouts", "audit parser", "config translate", "export", "view", "report", "plan smoke"]
+)
+def test_a_name_that_is_too_long_for_a_file_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = ("model.path=" if command == "plan smoke" else "") + 300 * "a"
+    assert main([*command.split(), name]) == 2
+    assert re.fullmatch(r"lockstep: a{300}\S*: no file can have so long a name; correct it\n", capsys.readouterr().err)
 
 
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
