@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,13 +23,9 @@ from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_che
 from lockstep.config.load import load, load_run, use_paths
 from lockstep.config.numerics import Numerics
 from lockstep.config.schema import Model, NoAdapter, Recipe
-from lockstep.errors import (
-    DEFECT,
-    CheckpointError,
-    ConfigError,
-    CorruptCheckpointError,
-    EvaluationError,
-)
+from lockstep.errors import DEFECT, CheckpointError, ConfigError, CorruptCheckpointError, EvaluationError
+from lockstep.models.builtin import BUILTINS
+from lockstep.models.resolve import HUB_ID
 from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory, is_run
 
@@ -190,8 +187,20 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
     if not recipes:
         if not path.exists() and any(path.parent.glob("*/manifest.json")):
             RunDirectory.open(path)  # raises, naming the runs that are there
-        what = f"{name}: neither a run nor a checkpoint; as a model it needs --recipe RECIPE, to say which task"
-        raise ConfigError([what], fix=_NEEDS)
+        what, fix = (
+            f"{name}: neither a run nor a checkpoint; as a model it needs --recipe RECIPE, to say which task",
+            _NEEDS,
+        )
+        if not path.exists() and name not in BUILTINS:
+            near = get_close_matches(path.name, [one.name for one in path.parent.glob("*")], n=1)
+            hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+            what = f"{name}: neither a run nor a checkpoint: there is no such file or folder{hint}"
+            fix = (
+                f"correct the path, or for a model of the hub {_NEEDS}"
+                if HUB_ID.fullmatch(name)
+                else "correct the path"
+            )
+        raise ConfigError([what], fix=fix)
     if step:
         what = f"--step {step} is not possible: {name} is a model, which has no steps"
         raise ConfigError([what], fix="leave --step out")
