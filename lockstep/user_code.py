@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,17 @@ def load_callable(
     if not callable(found):
         raise failure(f"the path names an object of type {type(found).__name__}, not a function", where=spec, fix=fix)
     return found
+
+
+def signature_of(
+    function: Callable[..., Any], where: str, failure: type[LockstepError] = TaskError
+) -> inspect.Signature:
+    """Return the signature of a user's function. Raises `failure` for one that is written in C and does not say."""
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        what, fix = f"its parameters are not known: {error}", "call it in a function of your own, and name that"
+        raise failure(what, where=where, fix=fix) from error
 
 
 def texts_of(value: object) -> Iterator[str]:

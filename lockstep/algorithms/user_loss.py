@@ -14,7 +14,7 @@ from lockstep.config.algorithm import PythonLoss
 from lockstep.config.section import Json
 from lockstep.errors import LearnerError
 from lockstep.types import LossInput, LossOutput
-from lockstep.user_code import describe, load_callable
+from lockstep.user_code import describe, load_callable, signature_of
 from lockstep.workers.watched import HungError, run_watched
 
 TRIAL_S = 60.0
@@ -99,7 +99,7 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
         raise LearnerError(
             "the function is async, but Lockstep does not await it", where=path, fix="define it with def, not async def"
         )
-    signature = inspect.signature(function)
+    signature = signature_of(function, path, LearnerError)
     try:
         signature.bind(None, **settings)
     except TypeError as error:

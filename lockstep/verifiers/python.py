@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt, ReplyText
-from lockstep.user_code import describe, load_callable, load_object
+from lockstep.user_code import describe, load_callable, load_object, signature_of
 from lockstep.verifiers.base import Asked, Reads, unscored
 from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Outcome, Work, WorkerPool
 from lockstep.workers.wire import dumps
@@ -181,7 +181,7 @@ def check_call(function: Callable[..., object], arguments: tuple[str, ...], wher
             where=where,
             fix="define it with def, not async def",
         )
-    signature = inspect.signature(function)
+    signature = signature_of(function, where)
     try:
         signature.bind(*arguments)
     except TypeError as error:

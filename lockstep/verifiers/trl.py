@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt, ReplyText
-from lockstep.user_code import load_callable
+from lockstep.user_code import load_callable, signature_of
 from lockstep.verifiers.base import unscored
 from lockstep.verifiers.python import RewardFunctions, as_number
 
@@ -143,7 +143,7 @@ def _columns(prompt: Prompt, replies: Sequence[ReplyText], form: str) -> dict[st
 
 def _load(path: str) -> Reward:
     function = load_callable(path)
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in signature_of(function, path).parameters.items():
         if name in TRAINER_ONLY and parameter.default is inspect.Parameter.empty:
             raise TaskError(
                 f"the reward function requires the argument {name}, which only TRL's trainer can give; "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.types import Grade, Prompt
-from lockstep.user_code import load_callable
+from lockstep.user_code import load_callable, signature_of
 from lockstep.verifiers.base import shown, unscored
 from lockstep.verifiers.python import RewardFunctions, as_number
 from lockstep.verifiers.trl import metric_name
@@ -91,7 +91,7 @@ def grade_of(result: object) -> Grade:
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a function names, all of them if it takes any (**kwargs)."""
-    parameters = inspect.signature(function).parameters
+    parameters = signature_of(function, repr(function)).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -141,6 +141,7 @@ def test_a_loss_is_tried_with_a_reference_where_the_run_has_one(tmp_path: Path):
     [
         ("loss = 3", None, "the path names an object of type int, not a function"),
         ("def other(inputs): ...", None, "has no loss"),
+        ("from math import log as loss", None, "its parameters are not known: no signature found for builtin"),
         ("async def loss(inputs): ...", None, "the function is async"),
         ("def loss(): ...", None, r"the function is defined with \(\), but would be called with \(inputs\)"),
         ("def loss(inputs, alpha): ...", None, "missing a required argument: 'alpha'"),

@@ -109,6 +109,7 @@ def test_a_grade_is_kept_and_checked(tmp_path):
             "the function takes (*, prompt, reply), but is called with 2",
         ),
         ("async def grade(a, b): return 1", "grade", "the function is async"),
+        ("from math import log as grade", "grade", "its parameters are not known: no signature found for builtin"),
         ("grade = 3", "grade", "the path names an object of type int, not a function"),
         ("def grades(a, b): return 1", "grade", "did you mean grades?"),
         ("def grade(a, b) return 1", "grade", "SyntaxError"),
