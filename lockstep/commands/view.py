@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
 
 
@@ -34,9 +35,13 @@ def run(args: argparse.Namespace) -> int:
                 f"open {server.address}\n(on this machine only; the address holds the token; Ctrl-C ends it)",
                 flush=True,
             )
-            server.serve_forever()
-    except KeyboardInterrupt:
-        print()
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                signal.signal(
+                    signal.SIGINT, signal.SIG_IGN
+                )  # a second Ctrl-C must not break off what closes, within seconds
+                print()
     finally:
         viewer.close()
     return 0

@@ -135,6 +135,9 @@ def read_rollouts(run: RunDirectory, step: int, wanted: Sequence[int] | None = N
     Raises RunDirectoryError if not stored, or damaged.
     """
     table = read_table(run, step)
+    if wanted and max(wanted) >= len(table):
+        what = f"step {step} has {len(table)} rollouts, and none of number {max(wanted)}; they are counted from 0"
+        raise RunDirectoryError(what, where=str(run.path), fix="choose a smaller number")
     with _readable(rollout_path(run, step)):
         return [_from_row(row) for row in (table if wanted is None else table.take(wanted)).to_pylist()]
 

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,9 @@ def test_it_prints_where_the_page_is_and_ends_with_ctrl_c(tmp_path: Path) -> Non
         (address,) = re.findall(r"http://127\.0\.0\.1:\d+/[\w-]{32,}/", line)
         with urllib.request.urlopen(f"{address}api/state") as answer:
             assert b'"label":"run"' in answer.read()
-        process.send_signal(signal.SIGINT)
+        while process.poll() is None:  # Ctrl-C again and again, until it has ended
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert errors == ""

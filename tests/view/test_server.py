@@ -82,7 +82,8 @@ def test_it_only_answers_questions(serve: Start, run: RunDirectory) -> None:
         assert (status, f"the parameter {name} is wrong" in json.loads(body)["error"]) == (400, True), name
     assert get(server, f"{base}api/rollouts?" + "&".join("a=b" for _ in range(60)))[0] == 400
     assert get(server, f"{base}api/rollout?step=99")[0] == 400
-    assert get(server, f"{base}api/rollout?step=1&row=99")[0] == 400
+    status, _, body = get(server, f"{base}api/rollout?step=1&row=99")
+    assert (status, "and none of number 99; they are counted from 0" in json.loads(body)["error"]) == (400, True)
     for question in (f"rollout?step=1&row={10**20}", f"funnel?last={10**20}"):
         status, _, body = get(server, f"{base}api/{question}")
         assert status == 400
