@@ -72,12 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 lines = best(found, args.dir) if action == "best" else listing(found, args.dir)
             print("\n".join([*lines, *([] if wanted else _unset(every, filters))]))
         case "tag" | "untag":
-            path = _path(args, args.run)
-            tags = RunDirectory.open(path).manifest().get("tags", [])
-            kept = [tag for tag in tags if args.runs_action == "tag" or tag not in args.tags]
-            added = [tag for tag in args.tags if args.runs_action == "tag" and tag not in tags]
-            annotate(path, tags=[*kept, *added])
-            print(f"{path}: tags {', '.join([*kept, *added]) or 'none'}")
+            _tag(_path(args, args.run), args.tags, add=args.runs_action == "tag")
         case "note":
             from lockstep.scoring.notes import write_note
 
@@ -118,12 +113,14 @@ def setting(recipe: Mapping[str, Any], path: str) -> str | None:
     """Return a setting as text, as a recipe writes it; a section with variants is its kind; None if there is none."""
     from lockstep.config.text import value_at
 
-    found = value_at(recipe, path)
+    head, _, name = path.rpartition(".")
+    section = value_at(recipe, head) if head else recipe
+    if not isinstance(section, Mapping) or name not in section:
+        return None
+    found = section[name]
     if isinstance(found, Mapping):
         found = found.get("kind")
-    if isinstance(found, bool):
-        return str(found).lower()
-    return None if found is None else str(found)
+    return "null" if found is None else str(found).lower() if isinstance(found, bool) else str(found)
 
 
 def listing(runs: Sequence[Listed], folder: Path) -> list[str]:
@@ -180,3 +177,18 @@ def collect(runs: Sequence[Listed], *, really: bool) -> list[str]:
 
 def _path(args: argparse.Namespace, name: str) -> Path:
     return Path(name) if "/" in name else args.dir / name
+
+
+def _tag(path: Path, given: Sequence[str], *, add: bool) -> None:
+    from lockstep.config.text import value_at
+    from lockstep.track.listing import annotate
+    from lockstep.track.rundir import RunDirectory
+
+    run = RunDirectory.open(path)
+    kept = [tag for tag in run.manifest().get("tags", []) if add or tag not in given]
+    tags = [*kept, *(tag for tag in given if add and tag not in kept)]
+    annotate(path, tags=tags)
+    print(f"{path}: tags {', '.join(tags) or 'none'}")
+    own = value_at(run.settings(), "track.tags") or []
+    if not add and (fixed := [tag for tag in given if tag in own]):
+        print(f"{', '.join(fixed)}: given by the run's recipe (track.tags), which is never changed")

@@ -74,11 +74,15 @@ def test_filters_tags_and_the_archive_narrow_the_list(runs: Path, capsys: pytest
     assert names("--filter", "optimizer.lr=1.2345678e-5") == {"plain"}
     assert names("--filter", "optimizer.lr=1.23457e-5") == set()
     assert names("--filter", "steps=3.0e0") == names("--filter", "steps=3")
+    assert names("--filter", "noise=null", "--filter", "adapter=lora") == {"scored"}
+    assert "no run has a setting nothing;" in "".join(listed(runs, capsys, "--filter", "nothing=null"))
     assert "no run has a setting tag; names, states and tags" in "".join(listed(runs, capsys, "--filter", "tag=good"))
     assert "tags good, small" in listed(runs, capsys, "tag", "plain", "good", "small")[0]
     assert names("--filter", "small") == {"plain"}
     listed(runs, capsys, "untag", "plain", "small")
     assert names("--filter", "good") == {"plain"}
+    recipe.write_text(recipe.read_text().replace("tags: []", "tags: [first]"))
+    assert "first: given by the run's recipe" in listed(runs, capsys, "untag", "plain", "first")[1]
     listed(runs, capsys, "archive", "plain")
     assert "plain" not in names()
     assert "plain" in names("--all")
