@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,17 +43,24 @@ def new_folder(out: Path) -> Path:
 def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
     """Give a folder that becomes `out` at the end; after an error nothing is left, and what was to be `replaced` is as it was.
 
-    Raises ConfigError if it cannot be made there.
+    Raises ConfigError if it cannot be made there, or another process makes it.
     """
     folder = out.with_name(f".{out.name}.partial")
     old = out.with_name(f".{out.name}.old")
-    for rest in (folder, old):
-        shutil.rmtree(rest, ignore_errors=True)
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise ConfigError([f"{out} cannot be created: {error}"], fix="give a folder that you may write to") from error
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        fix = "wait until it has ended, or give another folder"
+        raise ConfigError([f"{out} is being written by another process"], fix=fix) from None
+    try:
+        for rest in (*folder.iterdir(), old):  # of a process that was killed
+            shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink(missing_ok=True)
         yield folder
         if out.exists() and replaced:
             out.rename(old)
@@ -63,6 +72,7 @@ def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if old.exists() and not out.exists():
             old.rename(out)
+        os.close(lock)
 
 
 def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool, own_code: bool = False) -> list[str]:

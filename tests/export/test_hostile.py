@@ -163,6 +163,22 @@ def test_where_nothing_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / ".out.partial").read_text() == "mine"
 
 
+def test_a_folder_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
+    with in_the_making(tmp_path / "out") as folder:
+        (folder / "whole").write_text("first")
+        with (
+            pytest.raises(ConfigError, match="out is being written by another process"),
+            in_the_making(tmp_path / "out"),
+        ):
+            pass
+    assert (tmp_path / "out" / "whole").read_text() == "first"
+    (tmp_path / ".next.partial" / "deep").mkdir(parents=True)
+    (tmp_path / ".next.partial" / "rest").write_text("of a process that was killed")
+    with in_the_making(tmp_path / "next"):
+        pass
+    assert not list((tmp_path / "next").iterdir())
+
+
 def half(folder: Path) -> None:
     (folder / "half").write_text("")
     raise ZeroDivisionError
