@@ -218,6 +218,9 @@ def plan_lines(recipe: Recipe) -> list[str]:
         )
         what = "; ".join(own)
     lines = [f"will evaluate at steps {', '.join(steps)}: {what}, replies of up to {reply} tokens"]
+    if settings.lm_eval:
+        tasks = (f"{one.name} ({one.path}{f', {one.items} items' if one.items else ''})" for one in settings.lm_eval)
+        lines.append(f"will measure tasks of lm-eval at the same steps: {', '.join(tasks)}")
     if settings.judged.steps:
         at = ", ".join(map(str, settings.judged.steps))
         lines.append(

@@ -41,6 +41,13 @@ def test_the_plan_is_printed_in_words() -> None:
     assert second.startswith("1 item = 0.5 points")
 
 
+def test_the_plan_names_the_tasks_of_lm_eval() -> None:
+    tasks = [{"name": "arc", "path": "tasks/arc.yaml"}, {"name": "sums", "path": "sums.yaml", "items": 9}]
+    line = "will measure tasks of lm-eval at the same steps: arc (tasks/arc.yaml), sums (sums.yaml, 9 items)"
+    assert plan_lines(recipe(eval={"lm_eval": tasks}))[1] == line
+    assert len(plan_lines(recipe(eval={"lm_eval": tasks, "enabled": False}))) == 1
+
+
 def test_the_plan_says_what_is_left_out() -> None:
     assert plan_lines(recipe(eval={"enabled": False})) == ["will not evaluate at all: eval.enabled is false"]
     assert "the base model is not evaluated" in plan_lines(recipe(eval={"at_start": False}))[-1]
