@@ -42,7 +42,6 @@ STEP_NAME = re.compile(r"step_(\d{6,})")
 TRAINED = re.compile(r"(?:global_step_|checkpoint-|step_)(\d+)")
 """Folder names that trainers give by the number of finished steps."""
 
-
 OWN = ("model", "adapter", "warm_start")
 """Settings that belong to a run's weights: they stay the run's own under any recipe, except for overrides."""
 
@@ -135,11 +134,7 @@ def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
         return open_checkpoint(run, step, allow_fallback=step is None)
     except CorruptCheckpointError as error:
         others = ", ".join(str(info.step) for info in list_checkpoints(run) if info.complete and info.step != step)
-        fix = (
-            f"give another checkpoint with --step: {others}"
-            if others
-            else "no other checkpoint exists: train the run again"
-        )
+        fix = f"give another checkpoint with --step: {others}" if others else "no other checkpoint exists: train again"
         raise CorruptCheckpointError(error.what, where=error.where, fix=fix) from error
 
 
@@ -161,9 +156,8 @@ def _of_adapter(
     _refuse_step(name, step)
     named, asked = load([*recipes]).model, load_run([*recipes, *overrides])
     model, notes = asked.model, []
-    if (
-        found.base and found.base != model.path and asked.model.path == named.path
-    ):  # an override of model.path takes precedence
+    # An override of model.path takes precedence.
+    if found.base and found.base != model.path and asked.model.path == named.path:
         notes.append(f"{name} was made for {found.base}; the recipe's model, {model.path}, is not used")
         model = Model(path=found.base, dtype=model.dtype)
     if found.path != Path(name):
@@ -202,8 +196,7 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
             )
         raise ConfigError([what], fix=fix)
     if step:
-        what = f"--step {step} is not possible: {name} is a model, which has no steps"
-        raise ConfigError([what], fix="leave --step out")
+        raise ConfigError([f"--step {step} is not possible: the model {name} has no steps"], fix="leave --step out")
     named, asked = load([*recipes]).model, load_run([*recipes, *overrides])
     if asked.model.path not in (named.path, name):
         what = f"model.path={asked.model.path} is not possible: the target is the model {name}"
