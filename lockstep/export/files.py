@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,25 +53,28 @@ def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError([f"{out} cannot be created: {error}"], fix="give a folder that you may write to") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        fix = "wait until it has ended, or give another folder"
-        raise ConfigError([f"{out} is being written by another process"], fix=fix) from None
-    try:
-        for rest in (*folder.iterdir(), old):  # of a process that was killed
-            shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink(missing_ok=True)
-        yield folder
-        if out.exists() and replaced:
-            out.rename(old)
-        elif out.exists():
-            out.rmdir()  # empty: new_folder looked
-        folder.rename(out)
+        with suppress(OSError):  # a network's file system may have no locks of folders
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = "wait until it has ended, or give another folder"
+                raise ConfigError([f"{out} is being written by another process"], fix=fix) from None
+        try:
+            for rest in (*folder.iterdir(), old):  # of a process that was killed
+                shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink(missing_ok=True)
+            yield folder
+            if out.exists() and replaced:
+                out.rename(old)
+            elif out.exists():
+                out.rmdir()  # empty: new_folder looked
+            folder.rename(out)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            if old.exists() and not out.exists():
+                old.rename(out)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if old.exists() and not out.exists():
-            old.rename(out)
         os.close(lock)
 
 
