@@ -16,6 +16,7 @@ from typing import Literal
 import psutil
 
 from lockstep.doctor.check import Check, failure_of
+from lockstep.plan.devices import visible
 
 SMI_SECONDS = 5.0
 IMPORT_SECONDS = 120.0
@@ -82,12 +83,11 @@ def judge_build(build: Build, gpus: Sequence[Gpu], device: Literal["auto", "cpu"
     """Judge whether torch can use the GPUs that the driver knows."""
     found = f"torch {build.version}, {f'built for CUDA {build.cuda}' if build.cuda else 'built without CUDA'}"
     if not gpus and not build.works:
+        masked = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found += "; no GPU here" + (f" (CUDA_VISIBLE_DEVICES = {masked!r})" if masked is not None else "")
         fix = "take device=auto or device=cpu; or in a container, start it with --gpus all"
-        return (
-            Check("torch", "fail", f"{found}; no GPU here", fix)
-            if device == "cuda"
-            else Check("torch", "ok", f"{found}; no GPU here")
-        )
+        fix = fix if masked is None else "unset CUDA_VISIBLE_DEVICES, or take device=auto or device=cpu"
+        return Check("torch", "fail", found, fix) if device == "cuda" else Check("torch", "ok", found)
     if device == "cpu":
         return Check("torch", "ok", f"{found}; the recipe takes the CPU")
     if build.cuda is None:
@@ -149,8 +149,7 @@ def judge_processes(processes: Sequence[Process], own: frozenset[int], gpus: Seq
 
 def check_busy(device: Literal["auto", "cpu", "cuda"], needed: int, *, allowed: bool) -> list[Check]:
     """Check that no other process is on the first `needed` GPUs, which a run takes. `allowed`: it is no more than a warning."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the run takes the CPU
-    if device == "cpu" or hidden or not (gpus := gpus_here()[:needed]):
+    if device == "cpu" or not (gpus := gpus_here()[:needed]):
         return []
     mine = {gpu.uuid for gpu in gpus}
     check = judge_processes([one for one in gpu_processes() if one.gpu in mine], own_processes(), gpus)
@@ -198,8 +197,10 @@ def torch_build() -> Build:
 
 
 def gpus_here() -> list[Gpu]:
-    """Return the GPUs that the driver knows; none without nvidia-smi. CUDA_VISIBLE_DEVICES by number is honoured."""
-    return visible(parse_gpus(_smi(f"--query-gpu={DRIVER_QUERY}")), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Return the GPUs that this process may use, as nvidia-smi says; none without it."""
+    every = parse_gpus(_smi(f"--query-gpu={DRIVER_QUERY}"))
+    places = visible([(str(one.index), one.uuid) for one in every], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [every[place] for place in places]
 
 
 def gpu_processes() -> list[Process]:
@@ -218,14 +219,6 @@ def parse_gpus(text: str) -> list[Gpu]:
 def parse_processes(text: str) -> list[Process]:
     rows = [line.split(", ") for line in text.splitlines() if line.count(", ") >= 3]
     return [Process(int(row[1]), ", ".join(row[2:-1]), _number(row[-1]), row[0]) for row in rows if row[1].isdecimal()]
-
-
-def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names by number; all if it is unset or names them otherwise."""
-    words = [word.strip() for word in (setting or "").split(",")]
-    if setting is None or not all(word.isdecimal() for word in words):
-        return list(gpus)
-    return [gpu for word in words for gpu in gpus if str(gpu.index) == word]
 
 
 def own_processes() -> frozenset[int]:

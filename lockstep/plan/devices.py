@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from itertools import takewhile
+from collections.abc import Sequence
 
 from lockstep.config.schema import Local, Recipe
 from lockstep.errors import ConfigError, MachineError
@@ -17,7 +17,7 @@ def gpus_here() -> list[str]:
     """Return the names of the GPUs that this process may use, as nvidia-smi says. Raises MachineError if that hangs."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
@@ -25,12 +25,29 @@ def gpus_here() -> list[str]:
             f"nvidia-smi has not answered for {SMI_SECONDS:.0f} s, so it is not known which GPUs are here",
             fix="run nvidia-smi by hand: a GPU or its driver may be broken; persistence mode (nvidia-smi -pm 1) makes it fast",
         ) from error
-    names = dict(line.split(", ", 1) for line in done.stdout.splitlines()) if not done.returncode else {}
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    words = [word.strip() for word in (chosen or "").split(",")]
-    if chosen is None or not all(word.lstrip("-").isdecimal() for word in words if word):
-        return list(names.values())  # all, or named by what nvidia-smi -L prints
-    return [names[word] for word in takewhile(names.__contains__, words)]  # as CUDA, up to one that is none, such as -1
+    lines = done.stdout.splitlines() if not done.returncode else []
+    found = [line.split(", ", 2) for line in lines if line.count(", ") > 1]
+    places = visible([(index, uuid) for index, uuid, _ in found], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [found[place][2] for place in places]
+
+
+def visible(gpus: Sequence[tuple[str, str]], chosen: str | None) -> list[int]:
+    """Return the places of the GPUs (index, UUID) that CUDA_VISIBLE_DEVICES names, as CUDA reads it: up to a word that names
+    none, such as -1; a UUID may be cut short. All if it is unset, or names parts of GPUs (MIG).
+    """
+    if chosen is None or "MIG-" in chosen:
+        return [*range(len(gpus))]
+    places: list[int] = []
+    for word in (word.strip() for word in chosen.split(",")):
+        named = [
+            place
+            for place, (index, uuid) in enumerate(gpus)
+            if word == index or (word.startswith("GPU-") and uuid.startswith(word))
+        ]
+        if len(named) != 1:
+            break
+        places += named
+    return places
 
 
 def device_table(recipe: Recipe, here: list[str]) -> list[str]:

@@ -58,13 +58,25 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused_with_a_table(tiny_
 
 @pytest.mark.parametrize(
     ("setting", "found"),
-    [(None, "AB"), ("1", "B"), ("1,0", "BA"), ("", ""), ("-1", ""), ("0,-1,1", "A"), ("7,0", ""), ("GPU-8f3a", "AB")],
+    [
+        (None, "AB"),
+        ("1", "B"),
+        ("1,0", "BA"),
+        ("", ""),
+        ("-1", ""),
+        ("0,-1,1", "A"),
+        ("7,0", ""),
+        ("GPU-8f3a", ""),
+        ("GPU-b,0", "BA"),
+        ("GPU-", ""),
+        ("MIG-b", "AB"),
+    ],
 )
 def test_the_gpus_are_those_that_cuda_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, found: str
 ) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 0, A\necho 1, B\n")
+    smi.write_text("#!/bin/sh\necho 0, GPU-a1, A\necho 1, GPU-b2, B\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -114,8 +126,8 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_gpus_that_this_process_may_use_are_counted(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_smi(tmp_path, "printf '0, NVIDIA A\\n1, NVIDIA B\\n2, NVIDIA C\\n'", monkeypatch)
-    for chosen, names in (("2,0", "CA"), ("", ""), ("GPU-7f3a", "ABC")):
+    fake_smi(tmp_path, "printf '0, GPU-a, NVIDIA A\\n1, GPU-b, NVIDIA B\\n2, GPU-c, NVIDIA C\\n'", monkeypatch)
+    for chosen, names in (("2,0", "CA"), ("", ""), ("GPU-c, GPU-a", "CA")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert "".join(name[-1] for name in devices.gpus_here()) == names
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
