@@ -72,7 +72,7 @@ format: install  ## put the sources into shape
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: install  ## write docs/settings.md, docs/metrics.md and the formulas in docs/algorithms anew
+docs: install  ## write the generated pages and tables of docs/ again from the code
 	$(BIN)/python -m lockstep.config.help > docs/settings.md
 	$(BIN)/lockstep metrics list --markdown > docs/metrics.md
 	$(BIN)/python -m tests.docs.pages
