@@ -119,8 +119,8 @@ class Gate(Section):
     score: str
     """Name of a score. Example: greedy, ood_probe.greedy, sanity.avg@8"""
     rule: Literal["improves", "holds", "reaches"] = "improves"
-    """improves: above the base by the paired test, at 0.05 over the number of steps judged; holds: not below the base by that
-    test; reaches: accuracy of at least `limit`."""
+    """improves: above the base by the paired test, at 0.05 divided by the number of judged steps; holds: not below the base by
+    that test; reaches: accuracy of at least `limit`."""
     limit: float = Field(default=0.0, ge=0, le=1)
     """Accuracy to reach, for reaches; smallest rise that counts, for improves."""
 
