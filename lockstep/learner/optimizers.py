@@ -127,8 +127,8 @@ def _adamw(settings: AdamW, masters: Mapping[str, nn.Parameter]) -> Inner:
 
 
 def _muon(settings: Muon, masters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
-    """Build Muon, and AdamW for the rest. Raises LearnerError if there is no matrix for Muon."""
-    if not any(is_hidden_matrix(name, p) for name, p in whole.items()):
+    """Build Muon, and AdamW for the rest. Raises LearnerError if there is no matrix for Muon, except for a value head alone."""
+    if not any(is_hidden_matrix(name, p) or name.startswith("value_head.") for name, p in whole.items()):
         raise LearnerError(
             "Muon is only for matrices between hidden states, but the run trains no such matrix",
             where="optimizer.kind",

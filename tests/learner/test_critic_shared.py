@@ -146,6 +146,16 @@ def test_the_policys_schedule_spans_its_own_updates_and_the_critics_all():
     assert [learner.update(batch, policy_loss)["lr"] for _ in range(2)] == pytest.approx([1e-3, 1e-3 * 14 / 15])
 
 
+def test_the_head_of_a_shared_critic_is_trained_beside_a_policy_with_muon():
+    """The head has no matrix for Muon; the policy, whose optimizer is another, has some."""
+    given = recipe(critic={"backbone": "shared"}, optimizer={"kind": "muon", "lr": 3e-3})
+    model, batch = policy("full"), valued(make_batch(old=False, ref=False))
+    critic = build_critic(model, given)
+    before = {name: weight.clone() for name, weight in critic.weights().items()}
+    TorchLearner(model, given, value=critic.joint).update(batch, policy_loss)
+    assert all(not torch.equal(weight, before[name]) for name, weight in critic.weights().items())
+
+
 def test_a_warm_up_that_leaves_the_policy_no_step_is_refused():
     with pytest.raises(ValidationError, match=r"warmup_steps=20 leaves the policy no step: the run has 20"):
         recipe(critic={"warmup_steps": 20})
