@@ -23,6 +23,7 @@ from lockstep.learner.ranks import Ranks, deal
 from lockstep.learner.recompute import set_recompute
 from lockstep.learner.value_head import CriticShare, ValueHead, ValueTraining, critic_metrics
 from lockstep.models.fused_layers import fuse_layers
+from lockstep.models.routing import Routing, follow_routes
 from lockstep.models.weights import clean_name
 from lockstep.types import Batch, Metrics, TrainSequence
 
@@ -61,9 +62,9 @@ def build_critic(
         case _:
             assert_never(settings.backbone)
     joint = settings.backbone == "shared"
-    return TorchCritic(
-        decoder, training, execution, joint=joint, share_prompts=recipe.update.share_prompts, ranks=ranks
-    )
+    routed = base if joint and recipe.update.replay_routing else None
+    share = recipe.update.share_prompts
+    return TorchCritic(decoder, training, execution, joint=joint, share_prompts=share, ranks=ranks, routed=routed)
 
 
 def trained_copy(module: Any) -> Any:
@@ -87,6 +88,7 @@ class TorchCritic:
         joint: bool,
         share_prompts: bool,
         ranks: Ranks | None = None,
+        routed: nn.Module | None = None,
     ) -> None:
         self.decoder, self._training = decoder, training
         """The decoder. Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
@@ -95,6 +97,8 @@ class TorchCritic:
         backbone's.
         """
         self._share, self._budget = share_prompts, execution.tokens_per_microbatch
+        self._routed = routed
+        """The policy, if its routers are to choose what sampling chose, as they do in the learner's update."""
         self._rank, self._ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._device = next(decoder.parameters()).device
         self.joint = training if joint else None
@@ -110,7 +114,7 @@ class TorchCritic:
             return self._pack(sequences, chosen, prefix)
 
         def value(packed: Packed) -> Tensor:
-            return score_or_halve(packed, lambda part: self._training.head(hidden_states(self.decoder, part)), repack)
+            return score_or_halve(packed, lambda part: self._training.head(self._states(part)), repack)
 
         with torch.no_grad():
             streams = (
@@ -133,7 +137,7 @@ class TorchCritic:
 
         def run(packed: Packed) -> None:
             with torch.set_grad_enabled(self.joint is None):
-                hidden_RH = hidden_states(self.decoder, packed)
+                hidden_RH = self._states(packed)
             if hidden_RH.shape[0]:
                 part = self._training.loss(hidden_RH, [batch.sequences[i] for i in packed.order])
                 if part.loss.requires_grad:
@@ -183,7 +187,13 @@ class TorchCritic:
             own[name].copy_(tensor)
 
     def _pack(self, sequences: Sequence[TrainSequence], chosen: Sequence[int], prefix: int) -> Packed:
-        return pack(sequences, chosen, share_prompts=self._share, device=self._device, prefix=prefix)
+        row = None if self._routed is None else Routing.of(self._routed).row
+        return pack(sequences, chosen, share_prompts=self._share, device=self._device, prefix=prefix, row=row)
+
+    def _states(self, packed: Packed) -> Tensor:
+        if self._routed is not None:
+            follow_routes(self._routed, packed.routes_TX)
+        return hidden_states(self.decoder, packed)
 
     def _chunks(self, sequences: Sequence[TrainSequence], prefix: int) -> list[list[int]]:
         """Return the micro-batches of all ranks."""

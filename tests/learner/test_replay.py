@@ -11,11 +11,13 @@ from torch import nn
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError, ModelError
+from lockstep.learner.critic import build_critic
 from lockstep.learner.learner import TorchLearner
 from lockstep.models.routing import Routing
 from lockstep.rollout.native import NativeEngine
 from lockstep.types import Batch, Sampling, TrainSequence
 from tests.learner.batches import learner_gradients
+from tests.learner.critics import with_head
 from tests.learner.models import plain, tokens, twin
 from tests.rollout.engines import finish, request, spelled
 
@@ -144,3 +146,18 @@ def test_a_wrong_record_is_refused_or_counted() -> None:
 def test_a_model_without_experts_has_nothing_to_replay() -> None:
     with pytest.raises(ModelError, match="no layer of LlamaForCausalLM is a router"):
         TorchLearner(twin(plain("llama")), ON)
+
+
+def test_a_shared_critic_follows_the_record_whatever_ran_before() -> None:
+    """Its values are of the states that the update sees, and not of those by the routes of the last pass."""
+    on = recipe(replay_routing=True, tokens_per_microbatch=40).model_dump()
+    given = Recipe.model_validate(on | {"algorithm": {"kind": "ppo", "critic": {"backbone": "shared"}}})
+    model = twin(plain("qwen3-moe"))
+    batch = recorded(model)
+    learner, critic = TorchLearner(model, given), with_head(build_critic(model, given))
+    wanted = critic.values(batch.sequences)
+    learner.response_logprobs(batch.sequences, 1.0)
+    assert critic.values(batch.sequences) == wanted
+    first = batch.sequences[0]
+    other = replace(first, routes=bytes([3, 1, 0, 2]) * (len(first.routes) // 4))
+    assert critic.values([other])[0] != wanted[0]
