@@ -50,7 +50,7 @@ def _sequences(rollout: Rollout, opening: TokenIds, recipe: Recipe, group: int, 
             reward=shaped_reward(rollout, recipe),
             turn_rewards=() if number else tuple((t + len(context), part) for t, part in rollout.turn_rewards),
             sample=sample,
-            routes=b"" if number else rollout.routes,
+            routes=row.routes,
         )
 
 

@@ -273,6 +273,7 @@ class Agents:
             sample=episode.sample,
             prefix=len(opening) - 1,
             turns=len(done),
+            routes=first.routes if first else b"",
             cut="turns" if episode.out == "turns" else outcome.fault.kind if outcome.fault else "",
             branches=tuple(rows[1:]),
             spent=episode.spent,

@@ -50,8 +50,9 @@ def branches_of(completions: Sequence[Completion]) -> tuple[Branch, ...]:
 
 def _branch(row: _Row) -> Branch:
     count = len(row.ids) - row.prompt
-    logprobs, trained = [0.0] * count, [False] * count
+    logprobs, trained, routes = [0.0] * count, [False] * count, b""
     for start, done in row.replies:
         span = slice(start - row.prompt, start - row.prompt + len(done.ids))
         logprobs[span], trained[span] = done.logprobs, [True] * len(done.ids)
-    return Branch(row.ids[: row.prompt], row.ids[row.prompt :], tuple(logprobs), tuple(trained))
+        routes += done.routes[len(routes) :]
+    return Branch(row.ids[: row.prompt], row.ids[row.prompt :], tuple(logprobs), tuple(trained), routes=routes)

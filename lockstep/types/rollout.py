@@ -176,6 +176,8 @@ class Branch:
     """True for tokens that were sampled in this row."""
     text: str = ""
     """The decoded ids, for people and records."""
+    routes: bytes = field(default=b"", kw_only=True)
+    """Experts of every token up to the last one fed, prompt included (Completion.routes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,8 @@ class Rollout:
     @property
     def rows(self) -> tuple[Branch, ...]:
         """All rows of the episode; the first is the rollout's own."""
-        return (Branch(self.prompt_ids, self.ids, self.logprobs, self.trained, self.text), *self.branches)
+        first = Branch(self.prompt_ids, self.ids, self.logprobs, self.trained, self.text, routes=self.routes)
+        return (first, *self.branches)
 
     @property
     def sampled(self) -> int:

@@ -19,6 +19,7 @@ from lockstep.rollout.native import NativeEngine
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.writer import read_metrics
 from lockstep.types import Batch, Completion, Loss, Metrics
+from tests.cluster.moe import write_tiny_moe
 from tests.envs.sandboxed import require_sandbox
 from tests.loops.runs import NO_EVAL, words
 
@@ -93,3 +94,14 @@ def test_a_program_that_rewrites_its_history_is_trained_token_for_token(
     processed, _ = seen[2]
     without = sum(len(one.request.prompt_ids) + len(one.ids) for one in drawn)
     assert processed * 2 <= without, f"{processed} of {without}: keys and values are kept between turns"
+
+
+def test_routes_are_replayed_in_every_row_of_an_episode(tmp_path: Path) -> None:
+    model = tmp_path / "moe"
+    model.mkdir()
+    write_tiny_moe(model)
+    asked = ("steps=1", "update.replay_routing=true", "update.samples_per_update=4")
+    run = start_run(recipe(tmp_path, model, PROGRAM, *asked, isolation="none"))
+    (step,) = [step.metrics for step in read_metrics(run) if "env/turns" in step.metrics]
+    assert step["env/branches"] == 3
+    assert step["routes/differ"] == 0, "what the same weights chose"
