@@ -47,10 +47,9 @@ class Utilisation:
 
     def _watch(self) -> None:
         while self._read is not None and not self._over.wait(EVERY_S):
-            with suppress(
-                Exception
-            ):  # a driver that does not answer is no reason to end a run; its readings are absent
-                self._readings += self._read()
+            with suppress(Exception):  # a driver that does not answer ends no run; its readings are absent
+                found = self._read()  # a step may end meanwhile, and begin another list
+                self._readings.extend(found)
 
 
 def gpu_reader() -> Callable[[], Sequence[Reading]] | None:

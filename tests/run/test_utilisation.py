@@ -36,6 +36,25 @@ def test_readings_of_a_gpu_are_averaged_over_the_step(monkeypatch: pytest.Monkey
     assert "gpu/utilisation" not in watch.step()
 
 
+def test_a_step_that_ends_while_a_gpu_is_read_keeps_no_reading_of_the_step_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(utilisation, "EVERY_S", 0.01)
+    ended = []
+
+    def read() -> list[utilisation.Reading]:
+        if len(ended) < 3:  # as another thread would
+            ended.append(watch.step().get("gpu/seen", 0.0))
+            return [(0.5, 0.5)]
+        raise RuntimeError("no more")
+
+    watch = Utilisation(read)
+    time.sleep(0.5)
+    watch.close()
+    assert ended == [0, 1, 1]
+    assert watch.step()["gpu/seen"] == 1
+
+
 def test_a_gpu_that_waits_for_the_grader_is_named() -> None:
     recipe = load(["recipes/smoke.yaml"])
     waits = {"time/grade_share": 0.6, "gpu/utilisation": 0.05, "gpu/seen": 12.0}
