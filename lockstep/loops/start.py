@@ -37,7 +37,6 @@ from lockstep.report.html import write_report
 from lockstep.run.evaluation import final_table
 from lockstep.run.extend import EXTENDED, began_with, extend, lengths
 from lockstep.run.logger import RunLogger
-from lockstep.run.monitor import last_evaluated
 from lockstep.run.state import known_recipes, recipe_hash, require_own_recipe, require_own_rows, restore
 from lockstep.track.provenance import keep_sources
 from lockstep.track.rundir import RunDirectory, manifest_facts, refuse_taken
@@ -281,11 +280,12 @@ def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, l
 
 def _finish(run: RunDirectory, parts: Parts, recipe: Recipe, logger: RunLogger) -> None:
     proof = parts.sync.verify(parts.learner, parts.engine)
-    last = last_evaluated(recipe, logger) if recipe.eval.enabled else recipe.steps
+    rows = read_metrics(run)
+    last = rows[-1].step
     logger.event("verified", "all tensors and the probe, at the end", step=last, fingerprint=proof.fingerprint)
     for line in final_table(recipe, logger):
         logger.say(line)
-    if line := grading_line(read_metrics(run)):
+    if line := grading_line(rows):
         logger.say(line)
     path = write_report(run.path)
     logger.event("finished", str(path.name), step=last)

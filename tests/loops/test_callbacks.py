@@ -51,6 +51,8 @@ def test_a_stopping_rule_of_ones_own_ends_the_run_and_counts_the_steps_before_a_
     assert [info.step for info in list_checkpoints(run.path)][-1] == 2
     (event,) = [one for one in read_events(run) if one.kind == "early_stop"]
     assert event.message.endswith("stop.py:enough: 2 steps are enough")
+    ends = [one.step for one in read_events(run) if one.kind in ("verified", "finished")]
+    assert ends == [2, 2], "of the steps that were made, not of those that were asked for"
     (copy,) = (run.path / "code").glob("*_stop.py")
     assert copy.read_text() == CODE
     resume_run(run.path, [own(tmp_path, "enough", "{limit: 4}")])
