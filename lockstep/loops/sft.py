@@ -23,5 +23,5 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, logger: RunLogger, start:
         for step in session.steps():
             with session.clock("update"):
                 metrics = parts.learner.update(sft_batch(parts, recipe, rows, step), parts.objective.loss)
-            metrics |= {"batch/samples": float(size), "sft/epoch": (step + 1) * size / len(rows.train)}
+            metrics |= {"batch/samples": float(size), "sft/epoch": (step + 1) / (len(rows.train) // size)}
             session.finish(step, metrics)

@@ -269,7 +269,7 @@ def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, l
     for line in lines:
         logger.say(line)
     if left := len(material.train) - len(rows.train):
-        passes = recipe.steps * settings.sequences_per_step / len(rows.train)
+        passes = recipe.steps / (len(rows.train) // settings.sequences_per_step)
         logger.warn(f"{left} rows are left out, so the {recipe.steps} steps are {passes:.3g} passes over the rest")
     facts = {"origin": material.origin, "content_hash": material.content_hash, "train": len(rows.train)}
     facts |= {"validation": len(rows.validation), "dropped": rows.dropped, "truncated": rows.truncated}

@@ -79,6 +79,8 @@ def test_a_run_has_as_many_epochs_as_were_asked_for(tmp_path: Path, tiny_model_d
     """Of 24 rows an epoch takes 4 times 5: 12 steps are 3 epochs, as sft.epochs counts them, and not 2.5."""
     asked = sft_runs.recipe(tmp_path, tiny_model_dir, "sft.sequences_per_step=5", "steps=12")
     assert read_material(asked).notes[-1].endswith("an epoch is 4 steps of 5 rows, the run 3 epochs")
+    run = sft_runs.trained(tmp_path, tiny_model_dir, *NO_EVAL, "sft.sequences_per_step=5", "steps=2")
+    assert [row.metrics["sft/epoch"] for row in read_metrics(run) if row.step] == [0.25, 0.5]
 
 
 OPTIMIZER = '''
