@@ -126,7 +126,7 @@ class Session:
         try:
             yield
         except HealthStop:
-            if step and all(info.step != step for info in list_checkpoints(self._logger.run.path)):
+            if step and step not in {info.step for info in list_checkpoints(self._logger.run.path) if info.complete}:
                 self._checkpointer.save(step, self._proof, self.clock)
             raise
 

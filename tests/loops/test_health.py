@@ -19,6 +19,7 @@ from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
 from tests.loops import sft_runs
 from tests.loops.runs import NO_EVAL, events, numbers, recipe, trained, weights, words
+from tests.loops.test_resume import stopped
 
 CLIPPED = (
     NO_EVAL, "steps=6", "save.every=6", "optimizer.max_grad_norm=0.001", "health.clipping={limit: 400, steps: 3, within: 3}",
@@ -217,11 +218,12 @@ def test_what_the_tokens_were_sampled_with_is_an_entropy_of_all_replies(tmp_path
 def test_a_grader_that_leaves_amid_sampling_costs_no_step(tmp_path: Path, tiny_model_dir: Path) -> None:
     settings = (NO_EVAL, "steps=4", "save.every=9", f"task.verifier.path={tmp_path}/grader.py:down")
     unbroken = trained(tmp_path, tiny_model_dir, *settings, "name=unbroken")
-    (tmp_path / "down").write_text(str(tmp_path / "runs" / "run"))
+    path = stopped(tmp_path, tiny_model_dir, *settings, step=1)
+    (path / "checkpoints" / ".tmp-step_000002").mkdir()  # of a save that was killed: it holds nothing
+    (tmp_path / "down").write_text(str(path))
     with pytest.raises(HealthStop):
-        trained(tmp_path, tiny_model_dir, *settings)
-    path = tmp_path / "runs" / "run"
-    assert [info.step for info in list_checkpoints(path)] == [2]
+        resume_run(path)
+    assert [info.step for info in list_checkpoints(path) if info.complete] == [1, 2]
     (tmp_path / "down").unlink()
     run = resume_run(path)
     assert weights(run, 4) == weights(unbroken, 4)
