@@ -102,9 +102,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(
-            dense, path, metadata={"format": "pt"}
-        )  # transformers asks for the format; more keys would be shuffled
+        # Transformers asks for the format; more keys would be shuffled.
+        save_file(dense, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise CheckpointError(f"cannot be written: {error}", where=str(path), fix="free space, then resume") from error
     except RuntimeError as error:  # safetensors raises this for aliases; it names them

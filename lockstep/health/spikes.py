@@ -169,9 +169,8 @@ class SpikeLog:
 
     def _triggers(self, metrics: Metrics) -> tuple[str, ...]:
         s, norm, loss = self._settings, metrics.get("grad/norm", 0.0), abs(metrics.get("loss/policy", 0.0))
-        tail = np.maximum(
-            metrics.get("ratio/log_abs_max", 0.0), metrics.get("mismatch/max_abs_dlogp", 0.0)
-        )  # NaN if one is
+        # NaN if one is
+        tail = np.maximum(metrics.get("ratio/log_abs_max", 0.0), metrics.get("mismatch/max_abs_dlogp", 0.0))
         far = {
             "ratio": not tail <= s.log_ratio,
             "loss": not loss <= max(LEAST_LOSS, s.times * _median(self._losses)),

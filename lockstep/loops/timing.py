@@ -133,12 +133,7 @@ def stored_timing(recipe: Recipe) -> Timing | None:
     """Return what was measured of this recipe on this machine before."""
     try:
         return Timing(**json.loads(_path(recipe).read_text()))
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        ConfigError,
-    ):  # not there, of another version, or for a GPU that is not here
+    except (OSError, ValueError, TypeError, ConfigError):  # not there, of another version, or for a GPU not here
         return None
 
 

@@ -94,9 +94,8 @@ def checkpoint_of(
 def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
     """Raise RunDirectoryError if recipe.yaml is not the one that the run was started with, settings of health apart."""
     began = run.manifest().get("recipe")
-    right_length = recipe.steps in (
-        lengths(run) or [recipe.steps]
-    )  # an earlier one, if it was killed while it was extended
+    # An earlier length, if it was killed while it was extended.
+    right_length = recipe.steps in (lengths(run) or [recipe.steps])
     if began is not None and not (right_length and began == recipe_hash(began_with(recipe, run))):
         raise RunDirectoryError(
             "the recipe was edited after the run began, so it does not describe this run any more",

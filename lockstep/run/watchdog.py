@@ -98,9 +98,8 @@ class Watchdog:
         if self._settings.tier != "stop" or not self._thread.is_alive():
             return
         seconds, process = self.allowance, self._guard
-        faulthandler.dump_traceback_later(
-            seconds, exit=process is None, file=2
-        )  # without a guard it ends the run itself
+        # Without a guard it ends the run itself.
+        faulthandler.dump_traceback_later(seconds, exit=process is None, file=2)
         if process is not None and process.stdin is not None:
             line = f"{seconds + ROOM_S:.0f}\n".encode()
             with suppress(OSError, ValueError):  # it is gone, or it is stopped and its pipe is full
@@ -122,9 +121,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._over.wait(min(TICK_S, self.limit / 4)):
             now = time.monotonic()
-            if (
-                now - before > 5 * TICK_S
-            ):  # the process itself was stopped, or the machine slept: that is no time of the phase
+            if now - before > 5 * TICK_S:  # the process was stopped, or the machine slept: that is no time of the phase
                 self._beat += now - before
             before = now
             still = now - self._beat
