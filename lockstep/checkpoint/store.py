@@ -342,11 +342,7 @@ def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise CorruptCheckpointError(f"{STATE}: {reason}", where=str(folder), fix=RESTORE) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{STATE}: cannot be read ({error})",
-            where=str(folder),
-            fix=RESTORE,
-        ) from error
+        raise CorruptCheckpointError(f"{STATE}: cannot be read ({error})", where=str(folder), fix=RESTORE) from error
     return data["step"], data["meta"]
 
 

@@ -113,13 +113,7 @@ def start_checks(recipe: Recipe) -> list[Check]:
     path = Path(recipe.runs_dir) / recipe.name
     sinks = [sink.name for sink in recipe.track.sinks]
     found = [_tried("run folder", lambda: refuse_taken(path, recipe.paths.checkpoints), f"{path} is free")]
-    found.append(
-        _tried(
-            "trackers",
-            lambda: check_installed(recipe.track),
-            ", ".join(sinks) or "none asked",
-        )
-    )
+    found.append(_tried("trackers", lambda: check_installed(recipe.track), ", ".join(sinks) or "none asked"))
     found.append(_tried("device", lambda: choose_device(recipe.device), recipe.device))
     found.append(_tried("objective", lambda: build_objective(recipe), "loss and advantages can be computed"))
     if called := recipe.health.callbacks:
