@@ -93,7 +93,7 @@ def in_fresh_process(request: Request) -> Answer:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
         asked.write_text(json.dumps(to_json(request)), encoding="utf-8")
-        command = [sys.executable, "-m", "lockstep.export.check", str(asked), str(answered)]
+        command = [sys.executable, "-P", "-m", "lockstep.export.check", str(asked), str(answered)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not answered.is_file():
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, ModelError
+from lockstep.export.check import Request
 from lockstep.export.files import in_the_making, new_folder
 from lockstep.export.import_checkpoint import import_checkpoint
+from lockstep.export.verify import in_fresh_process
 from lockstep.models.foreign import find_foreign
 from tests.tiny import write_tiny_model
 
@@ -192,3 +194,11 @@ def test_an_empty_folder_is_taken_and_a_failure_leaves_it(tmp_path: Path) -> Non
     with in_the_making(tmp_path / "out") as folder:
         (folder / "whole").write_text("")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+def test_a_users_file_with_the_name_of_a_module_is_not_imported(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    assert in_fresh_process(Request(str(good), "", "float32", "cpu", ((1, 2),), "a", "")).parameters > 0
