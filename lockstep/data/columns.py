@@ -157,8 +157,6 @@ def answer_of(values: Mapping[str, object], columns: Columns) -> str:
     value = value_at(values, place)
     if columns.whole and not isinstance(value, str | int | float | Decimal):
         return json.dumps(value, ensure_ascii=False, default=repr)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(f"{columns.answer!r} is {value}, not a finite number")
     return _extracted(_written(value, columns.answer), columns.extract, columns.answer)
 
 
@@ -247,6 +245,8 @@ def _written(value: object, column: str) -> str:
         return format(value, "f")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"{column!r} must be text or a number, this is {kind_of(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{column!r} is {value}, not a finite number")
     return value if isinstance(value, str) else repr(value)
 
 

@@ -146,6 +146,13 @@ def test_parquet_rows_are_checked(tmp_path):
     assert "a.parquet:3: 'prompt' is empty" in message
 
 
+def test_a_reply_to_learn_is_not_nan(tmp_path):
+    pq.write_table(pa.table({"prompt": ["p", "q"], "answer": [1.0, float("nan")]}), tmp_path / "a.parquet")
+    rows = open_rows(Data(source=str(tmp_path / "a.parquet")), where="sft.data")
+    with pytest.raises(DataError, match="'answer' is nan, not a finite number"):
+        list(rows.conversations())
+
+
 def test_damaged_parquet_is_named(tmp_path):
     pq.write_table(pa.table({"prompt": ["p"] * 5000, "answer": [str(i) for i in range(5000)]}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
