@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -209,15 +210,15 @@ def _write_parts(
         raise DataError(
             "this output file exists already", where=str(there), fix="give another folder, or remove the file"
         )
-    outputs = []
-    for path, (name, prompts) in zip(paths, parts, strict=True):
-        with atomic_path(path) as temporary:
+    with ExitStack() as all_or_none:
+        for path, (_, prompts) in zip(paths, parts, strict=True):
+            temporary = all_or_none.enter_context(atomic_path(path))
             if format == "jsonl":
                 _write_jsonl(temporary, prompts, names)
             else:
                 _write_parquet(temporary, prompts, names, where=str(path))
-        outputs.append(Output(name, _hash(path, path.name), len(prompts), data_hash(prompts)))
-    return tuple(outputs)
+    made = zip(paths, parts, strict=True)
+    return tuple(Output(name, _hash(path, path.name), len(rows), data_hash(rows)) for path, (name, rows) in made)
 
 
 def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, object]:

@@ -121,6 +121,15 @@ def test_a_number_that_parquet_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert (error.value.where, "--format jsonl" in error.value.fix) == (str(tmp_path / "out" / "train.parquet"), True)
 
 
+def test_a_build_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    train = a_set(tmp_path / "a.jsonl", sums(3))
+    held = a_set(tmp_path / "b.jsonl", [{"prompt": "x?", "answer": "1", "seed": 2**70}], "id_probe")
+    with pytest.raises(DataError, match="Parquet cannot hold"):
+        build([train, held], tmp_path / "out", "parquet")
+    assert not list((tmp_path / "out").iterdir())
+    build([train, held], tmp_path / "out")
+
+
 def test_an_evaluation_set_that_training_has_is_not_built(tmp_path: Path) -> None:
     train = a_set(tmp_path / "a.jsonl", sums(10))
     held = a_set(tmp_path / "b.jsonl", [{"prompt": "3  + 1?", "answer": 4}], "id_probe")
