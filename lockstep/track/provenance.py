@@ -56,21 +56,22 @@ def require_clean(folder: Path, runs_dir: str, asked: str = "--require-clean") -
 
 def keep_sources(run: RunDirectory, settings: object, runs_dir: str) -> list[str]:
     """Record the user's repository and the files that the settings name in the run. Returns warnings about changed files."""
-    before = {one["path"]: one["sha256"] for one in run.manifest().get("sources", [])}
+    known = run.manifest().get("sources")  # [] of a recipe that names no file
+    before = {one["path"]: one["sha256"] for one in known or ()}
     folder = run.path / "code"
     folder.mkdir(exist_ok=True)
     sources = [_source(path, run.path, number) for number, path in enumerate(_files(settings), start=1)]
     changed = [one for one in sources if before.get(one.path, one.sha256) != one.sha256]
     for one in sources:
-        if one.copy is not None and (not before or one in changed):
+        if one.copy is not None and (known is None or one in changed):
             home = run.path / one.copy
-            shutil.copyfile(one.path, home if not before else home.with_name(f"attempt{run.attempt}_{home.name}"))
+            shutil.copyfile(one.path, home if known is None else home.with_name(f"attempt{run.attempt}_{home.name}"))
     project = code_facts(Path.cwd(), skip=runs_dir)
-    if not before and project.get("diff_sha256") and (diff := project_diff(Path.cwd(), skip=runs_dir)):
+    if known is None and project.get("diff_sha256") and (diff := project_diff(Path.cwd(), skip=runs_dir)):
         lines = (SECRET_TEXT.sub("***", hide_secrets(line)) for line in diff[:COPIED_BYTES].splitlines(keepends=True))
         write_atomic(folder / "project.diff", "".join(lines).encode("utf-8", "backslashreplace"))
     facts: dict[str, object] = {"sources": [asdict(one) for one in sources], "project": project}
-    if before:
+    if known is not None:
         facts = {f"sources_of_attempt_{run.attempt}": facts["sources"]} if changed else {}
     run.add_to_manifest(facts)
     return [

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.plan import verifier_label
 from lockstep.loops.start import resume_run, start_run
 from lockstep.track.facts import project_diff
-from lockstep.track.provenance import require_clean
+from lockstep.track.provenance import keep_sources, require_clean
 from lockstep.track.rundir import RunDirectory
 from lockstep.user_code import code_files
 from tests.loops.runs import LORA, NO_EVAL, events, words
@@ -68,6 +68,24 @@ def test_a_file_that_changes_before_a_resume_is_reported_and_kept(project: list[
     resume_run(run.path, allow_fallback=True)
     assert any("bytes_of.py has changed since the run began" in text for text in events(run, "warning"))
     assert "# changed" in next((run.path / "code").glob("attempt2_*bytes_of.py")).read_text()
+
+
+def test_a_resume_keeps_the_commit_and_the_diff_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "begin")
+    (tmp_path / "a.txt").write_text("two\n")
+    with RunDirectory.create("runs/r", "steps: 1\n", {}) as run:
+        keep_sources(run, {"names": "no file"}, "runs")
+    began = run.manifest()["project"]
+    git(tmp_path, "commit", "-qam", "more")
+    (tmp_path / "a.txt").write_text("three\n")
+    with RunDirectory.resume("runs/r", {}) as run:
+        assert keep_sources(run, {"names": "no file"}, "runs") == []
+    assert run.manifest()["project"] == began
+    assert "+two" in (run.path / "code" / "project.diff").read_text()
 
 
 def test_a_failed_start_that_kept_files_burns_no_name(project: list[str], tmp_path: Path):
