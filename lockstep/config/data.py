@@ -131,7 +131,7 @@ class NotIn(_Filter):
 
     kind: Literal["not_in"] = "not_in"
     sources: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
-    """Sources in the form of data.source; their columns are those of their presets, else prompt and answer."""
+    """Sources in the form of data.source; their questions are in the column of their presets, else in prompt."""
     preset: PresetName | None = None
     """Columns of local sources."""
     match: Match = "normalised"

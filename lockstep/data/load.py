@@ -97,7 +97,7 @@ class Rows:
         self.data, self.located, self.where = limited(data), located, where
         self.columns: Columns = columns_of(data, whole=whole)
         self._stages = stages_of(
-            data, self.columns, where, lambda other, place: open_rows(other, where=place).prompts()
+            data, self.columns, where, lambda other, place: open_rows(other, where=place, whole=True).prompts()
         )
         self._done: tuple[Reading, str] | None = None
         """Counts of the last complete reading, and the hash of its rows."""
@@ -242,6 +242,8 @@ class Rows:
                 if table
                 else "save the file as UTF-8 with one JSON object a line, each key once"
             )
+        elif ".filters, " in self.where:  # a source of not_in, which has no settings of its own
+            fix = "correct these rows, rename the column of their questions to prompt, or set the filter's preset"
         elif tally.bad == tally.read and self.data.messages is not None:
             fix = f"correct these rows, or set the column of the conversation: {self._with(messages='COLUMN')}"
         elif tally.bad == tally.read:

@@ -109,6 +109,13 @@ def test_not_in_other_data(tmp_path: Path) -> None:
     assert kept(tmp_path, rows, {**other, "match": "exact"}) == [2, 3, 4, 5]
     assert kept(tmp_path, rows, other) == [3, 4, 5]
     assert kept(tmp_path, rows, {**other, "match": "ngram"}) == [4, 5], "twelve words in a row are not thirteen"
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": words}) + "\n")  # a question without an answer
+    bare = {"kind": "not_in", "sources": [str(tmp_path / "held.jsonl")]}
+    assert kept(tmp_path, rows, bare) == [3, 4, 5]
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": words}) + "\n")
+    with pytest.raises(DataError, match="there is no column 'prompt'") as caught:
+        kept(tmp_path, rows, bare)
+    assert caught.value.fix.endswith("rename the column of their questions to prompt, or set the filter's preset")
     for wrong, why in (
         ("", "at least 1 character"),
         ("own.py", "write own.py:NAME"),
