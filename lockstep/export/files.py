@@ -26,7 +26,7 @@ NOT_OURS = (
 """Index of the weights, and records of other folders."""
 SHARD_BYTES = 5 * 10**9
 """Size of transformers' own shards."""
-TOKENIZER = ("token", "vocab", "merges", "special", "chat_template", "spiece", "tekken")
+TOKENIZER = ("token", "vocab", "merges", "added_tokens", "special", "chat_template", "spiece", "tekken")
 """Beginnings of the names of a tokenizer's files."""
 
 

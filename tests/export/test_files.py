@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from lockstep.errors import ExportError
 from lockstep.export.files import copy_model_files
@@ -50,3 +51,17 @@ def test_settings_of_the_machine_that_wrote_a_config_are_left_out(coded: Path, t
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "_attn_implementation" not in written
     assert written["text_config"] == {"vocab_size": 640}
+
+
+def test_an_adapters_tokenizer_keeps_its_added_tokens(tiny_model_dir: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    model = json.loads((tiny_model_dir / "tokenizer.json").read_text())["model"]
+    (source / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (source / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (source / "added_tokens.json").write_text(json.dumps({"<extra>": 600}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    copy_model_files(source, out, "", whole=False)
+    own, copied = (AutoTokenizer.from_pretrained(folder)("a<extra>b")["input_ids"] for folder in (source, out))
+    assert own == copied
