@@ -17,6 +17,8 @@ from lockstep.models.resolve import Source as From
 from lockstep.scoring.targets import Target
 from lockstep.track.rundir import RunDirectory, ancestors
 
+LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank from its default on."""
 LIBRARIES = {"model": "transformers", "adapter": "peft", "gguf": "gguf"}
 
 
@@ -133,7 +135,9 @@ def _use(target: Target, source: Source, kind: Literal["model", "adapter", "gguf
         return "```\nllama-cli -m model.gguf --jinja\nllama-quantize model.gguf small.gguf Q4_K_M\n```"
     code = asking_code(target.recipe, target.run, kind_of_load(kind, source.base))
     if kind == "adapter":
-        serve = "vllm serve BASE --enable-lora --lora-modules tuned=FOLDER"
+        rank = getattr(target.recipe.adapter, "rank", 0)
+        most = next((size for size in LORA_RANKS if size >= rank), rank)
+        serve = f"vllm serve BASE --enable-lora --max-lora-rank {most} --lora-modules tuned=FOLDER"
         lm = f"pretrained=BASE,peft=FOLDER,dtype={dtype}"
     else:
         serve, lm = "vllm serve FOLDER", "pretrained=FOLDER,dtype=auto"

@@ -218,6 +218,12 @@ def test_adapters_that_went_on_are_still_for_the_published_base(
     assert exported(over_trained, tmp_path / "third", adapter=True).verified.trained.max <= EXACT
 
 
+def test_the_card_of_an_adapter_serves_its_rank(home: Path, model: Path, tmp_path: Path) -> None:
+    run = trained(home, model, *LORA, NO_EVAL, "name=wide", "steps=1", "adapter.rank=24")
+    exported(run, tmp_path / "out", step=1, adapter=True)  # vLLM takes 32, and not 24; its default is 16
+    assert "--enable-lora --max-lora-rank 32 --lora-modules" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_the_newest_of_several_checkpoints_is_taken_and_said(lora: RunDirectory) -> None:
     assert "has checkpoints of steps 1, 2: the newest, 2, is exported" in choice_note(str(lora.path), None)
     assert choice_note(str(lora.path), 1) == ""
