@@ -153,7 +153,7 @@ def _write_tokenizer(folder: Path, model: GgufModel) -> None:
             settings[f"{name}_token"] = tokens[place]
     _write_json(folder / "tokenizer_config.json", settings)
     if template := fields.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template, "utf-8")
 
 
 def _pre_tokenizer(steps: Sequence[Mapping[str, Any]]) -> Any:

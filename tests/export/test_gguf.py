@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,20 @@ def test_a_model_comes_back_bit_by_bit(name: str, dtype: torch.dtype, tmp_path: 
     mine = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     torch.testing.assert_close(logprobs_of(mine, IDS), logprobs_of(theirs, IDS), rtol=0, atol=1e-6)
+
+
+def test_a_template_comes_back_where_the_locale_is_not_utf_8(tmp_path: Path) -> None:
+    model, back = family(tmp_path / "model", "llama"), tmp_path / "back"
+    back.mkdir()
+    template = "{# é #}{{ messages[0]['content'] }}"
+    (model / "chat_template.jinja").write_text(template, "utf-8")
+    write_gguf(model, tmp_path / "model.gguf")
+    code = "import sys; from pathlib import Path; from lockstep.models.convert import convert_gguf; "
+    code += "convert_gguf(*map(Path, sys.argv[1:]))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "model.gguf"), str(back)]
+    subprocess.run(command, env=os.environ | locale, check=True)
+    assert (back / "chat_template.jinja").read_text("utf-8") == template
 
 
 @pytest.mark.parametrize("name", FAMILIES)
