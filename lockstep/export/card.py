@@ -59,6 +59,10 @@ def source_of(target: Target, architecture: str) -> Source:
     )
 
 
+def name_of(target: Target) -> str:
+    return target.run.name if target.run else Path(target.label).name
+
+
 def model_card(
     target: Target, source: Source, verified: Verified, kind: Literal["model", "adapter", "gguf"], dtype: str
 ) -> str:
@@ -67,7 +71,7 @@ def model_card(
     front += [f"base_model: {source.base}"] if resolve(target.recipe.model).source is From.HUB else []
     sections = [
         "\n".join([*front, "pipeline_tag: text-generation", "tags: [lockstep]", "---"]),
-        f"# {target.run.name if target.run else Path(target.label).name}",
+        f"# {name_of(target)}",
         *_about(source, dtype),
         "## Prompt",
         prompt_section(target.recipe, source.numerics),

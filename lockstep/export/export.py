@@ -22,7 +22,7 @@ from lockstep.config.adapter import Lora
 from lockstep.device import free_memory
 from lockstep.errors import DEFECT, ConfigError, ExportError
 from lockstep.export.cache import RECORD, Place, hashes, look, made_of, making_alone
-from lockstep.export.card import Source, model_card, source_of
+from lockstep.export.card import Source, model_card, name_of, source_of
 from lockstep.export.check import Request, rendered
 from lockstep.export.files import SHARD_BYTES, copy_model_files, in_the_making, tensor_names, write_sharded
 from lockstep.export.measure import TEXT, is_tied, probe_sequences, rounding_noise, wide_logprobs
@@ -124,7 +124,7 @@ def _make(target: Target, place: Place, kind: Kind, key: dict[str, Any], shard_b
         free_memory()
         expected, request = written.expected, written.request
         if kind == "gguf":
-            expected, request = into_gguf(folder, Path(back), expected, request)
+            expected, request = into_gguf(folder, Path(back), expected, request, name_of(target))
         found = check(request)
         verified = verify(expected, found, tensor_names(Path(request.folder)), str(out))
         source = source_of(target, found.architecture)
@@ -267,14 +267,14 @@ def _with_base(expected: Expected, target: Target, request: Request) -> Expected
 
 
 # --- GGUF -----------------------------------------------------------------------------------------------------------
-def into_gguf(folder: Path, back: Path, expected: Expected, request: Request) -> tuple[Expected, Request]:
+def into_gguf(folder: Path, back: Path, expected: Expected, request: Request, name: str) -> tuple[Expected, Request]:
     """Replace the model in `folder` by GGUF_FILE; the empty `back` becomes the plain fp32 model that our reader makes from it.
 
     Returns the facts that `back` must have, and the request that measures it. Raises ModelError for a model or tokenizer that
     the format cannot express, ExportError if a special token did not come back.
     """
     wide = fingerprint((name, tensor.float()) for name, tensor in folder_tensors(folder)).combined
-    write_gguf(folder, folder / GGUF_FILE)
+    write_gguf(folder, folder / GGUF_FILE, name)
     convert_gguf(folder / GGUF_FILE, back)
     _require_boundaries(folder, back)
     for path in folder.iterdir():

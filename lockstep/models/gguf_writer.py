@@ -28,7 +28,7 @@ QUANTIZATION = 2
 FIX = "export with --format hf instead"
 
 
-def write_gguf(folder: Path, path: Path) -> None:
+def write_gguf(folder: Path, path: Path, name: str = "") -> None:
     """Write the model in `folder` (config.json, safetensors, tokenizer.json) as the file `path`, numbers as they are.
 
     Matrices keep their precision; vectors are fp32, as llama.cpp wants them. One tensor is in memory at a time.
@@ -42,17 +42,17 @@ def write_gguf(folder: Path, path: Path) -> None:
     vocabulary = _vocabulary(folder, config)
     writer = GGUFWriter(path, config.model_type)
     try:
-        _add_config(writer, config, folder.name)
+        _add_config(writer, config, name or folder.name)
         _add_vocabulary(writer, vocabulary, folder)
-        dtypes = {_add_tensor(writer, config, name, tensor) for name, tensor in folder_tensors(folder)} - {None}
+        dtypes = {_add_tensor(writer, config, key, tensor) for key, tensor in folder_tensors(folder)} - {None}
         if len(dtypes) != 1 or (dtype := str(dtypes.pop())) not in FILE_TYPES:
             _refuse(folder, f"its matrices are not all in one of the formats {', '.join(FILE_TYPES)}")
         writer.add_file_type(FILE_TYPES[dtype])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in folder_tensors(folder):
-            writer.write_tensor_data(_values(config, name, tensor))
+        for key, tensor in folder_tensors(folder):
+            writer.write_tensor_data(_values(config, key, tensor))
     finally:
         writer.close()
 

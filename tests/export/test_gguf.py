@@ -123,6 +123,7 @@ def test_a_bf16_run_is_bf16_in_the_file(tiny_model_dir: Path, tmp_path: Path) ->
     done = gguf(run, tmp_path / "out")
     fields = read_gguf(tmp_path / "out" / "model.gguf").fields
     assert (done.dtype, fields["general.file_type"]) == ("bfloat16", 32)
+    assert fields["general.name"] == run.name
     assert done.verified.trained.max <= done.verified.tolerance.max
     size = (tmp_path / "out" / "model.gguf").stat().st_size
     assert done.bytes < size < done.bytes + 60_000  # fp32 norms, tokenizer
