@@ -168,7 +168,7 @@ def _ready(settings: Filter, columns: Columns, where: str, read_prompts: ReadPro
     def look(paths: Sequence[str]) -> Callable[[Row], str]:
         return lambda row: ", ".join(f"{path} = {_raw(row, path)!r}" for path in paths)
 
-    show: Callable[[Row], str] = _nothing
+    show = look(())  # nothing, for filters that judge the question, which an example shows anyway
     match settings:
         case Among() | NotAmong():
             make, show = _constant(_among(settings)), look(settings.columns)
@@ -197,11 +197,6 @@ def _ready(settings: Filter, columns: Columns, where: str, read_prompts: ReadPro
 def _constant(keep: Keep) -> Callable[[], Keep]:
     """Wrap a filter that remembers nothing."""
     return lambda: keep
-
-
-def _nothing(row: Row) -> str:
-    """Show nothing: for filters that judge the question, which an example shows anyway."""
-    return ""
 
 
 def _raw(row: Row, path: str) -> object:

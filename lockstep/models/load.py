@@ -29,8 +29,6 @@ MOST_NAMED = 5
 ROOM = 2**26
 """Parameters that a config may describe beyond those in the files until what is missing is named instead."""
 
-"""Characters of another library's message that are passed on; the whole of it is in the chained exception."""
-
 
 def resolve_dtype(setting: Literal["auto", "bf16", "fp32"], device: torch.device | str) -> torch.dtype:
     """Return the precision of the weights: auto is bf16 on a GPU and fp32 on a CPU."""
