@@ -97,10 +97,7 @@ class AgentQuestions(PlayedQuestions):
     @property
     def notes(self) -> tuple[str, ...]:
         how = "in a sandbox" if self._settings.isolation == "strict" else "with your rights on files and network"
-        return (
-            *self._questions.notes,
-            f"{self.name}: played by {self._settings.command}, {how}",
-        )
+        return (*self._questions.notes, f"{self.name}: played by {self._settings.command}, {how}")
 
     def keep_in(self, folder: Path) -> None:
         super().keep_in(folder)
@@ -232,9 +229,7 @@ class SeededEpisodes(Episodes):
                         said.why if isinstance(said, Fault) else "the first turn of an episode has no text, or ends it"
                     )
                     raise TaskError(
-                        why,
-                        where=f"{self._where}, seed {prompt.data[SEED]}",
-                        fix="correct the environment",
+                        why, where=f"{self._where}, seed {prompt.data[SEED]}", fix="correct the environment"
                     )
                 found[key] = replace(prompt, messages=said.observation)
         return [found[key] for key in by_key]

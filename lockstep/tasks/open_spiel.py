@@ -96,17 +96,8 @@ class SpielStates(BuiltTask):
             grade, again = self.grade(prompt, reply), self.grade(prompt, reply)
             if grade != again or grade.metrics["legal"] != 1.0 or grade.reward is None or grade.reward < low:
                 found.append(f"{prompt.id}: the legal move {move!r} is graded {grade} and {again}")
-        pair = written(f"{moves[0]} {moves[-1]} {moves[0]}", answer)
-        twice = f"{written(moves[0], answer)} {written(moves[0], answer)}"
-        for reply in (
-            "",
-            " ",
-            GARBAGE,
-            written(f"{moves[0]}?", answer),
-            pair,
-            twice,
-            f"{written(moves[0], answer)} is it",
-        ):
+        one, pair = written(moves[0], answer), written(f"{moves[0]} {moves[-1]} {moves[0]}", answer)
+        for reply in ("", " ", GARBAGE, written(f"{moves[0]}?", answer), pair, f"{one} {one}", f"{one} is it"):
             if (grade := self.grade(prompt, reply)).reward != low:
                 found.append(f"{prompt.id}: {reply!r} gets a reward of {grade.reward}, not {low}")
         return found
