@@ -225,7 +225,7 @@ class Agents:
         id = completion.request.id
         key = self._owner.pop(id, None)
         if key is None:
-            return self.cancelled > 0 and not isinstance(self._engine, NativeRollouts)
+            return self.cancelled > 0  # other engines cannot drop it, and it may have been done already
         if completion.version != self._version:
             raise StaleWeightsError(
                 f"the reply was sampled by version {completion.version} of the weights, "

@@ -12,13 +12,15 @@ import pytest
 from lockstep.config import schema
 from lockstep.envs.programs import MODEL, outcome_of
 from lockstep.errors import TaskError
+from lockstep.rollout.agents import AgentEpisode, Agents
 from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.rollout.native import NativeEngine
+from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.serve.endpoint import Endpoint
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
-from lockstep.types import FinishReason, Request, Rollout, Sampling
+from lockstep.types import ClientRequest, FinishReason, Prompt, Request, Rollout, Sampling
 from tests.envs.played import chat_of, engine_of
 from tests.envs.sandboxed import require_sandbox, sandbox_refused
 
@@ -145,3 +147,24 @@ def test_requests_carry_the_key_of_their_episode(
     (rollouts,) = played(built(tmp_path, "seeded", requests=3, isolation="none"), tiny_model_dir, samples=2).values()
     assert {one.id.rpartition("/")[0] for one in asked} == {f"{rollouts[0].prompt.id}#{sample}" for sample in (0, 1)}
     assert {one.id.rpartition("#")[0] for one in asked} == {rollouts[0].prompt.id}
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, PagedEngine])
+def test_a_reply_that_is_done_when_its_client_goes_is_dropped(tmp_path: Path, tiny_model_dir: Path, kind: type) -> None:
+    """The engine has ended the request already: there is nothing to cancel, and its completion comes."""
+    engine, prompt = engine_of(tiny_model_dir, kind=kind), Prompt("q", ({"role": "user", "content": "3 + 4"},), "7")
+    agents = Agents(engine, chat_of(tiny_model_dir), Sampling(60), ("run", 0), 0)
+    programs = built(tmp_path, "idle").programs(prompt)
+    assert programs is not None
+    agents.open["q#0"] = AgentEpisode("q#0", prompt, 0, schema.Turns(limit=3), programs, "token", 1)
+    replies = [agents.sample(ClientRequest(f"c-{i}", "q#0", (1, 5, 7 + i), Sampling(1))) for i in range(2)]
+    agents.listen(0)
+    taken = []
+    for completion in engine.completed():
+        agents.cancel("c-1")
+        agents.listen(0)
+        taken.append(agents.takes(completion))
+    assert taken == [True, True]
+    assert [one.cancelled() for one in replies] == [False, True]
+    assert agents.cancelled == 1
+    assert len(agents.open["q#0"].done) == 1
