@@ -237,7 +237,7 @@ def item_result(rollout: Rollout) -> ItemResult:
         answer=prompt.answer,
         text=rollout.text,
         truncated=rollout.finish is FinishReason.LENGTH,
-        tokens=sum(rollout.trained),
+        tokens=rollout.sampled,
         method=grade.method,
         boxed=None if boxed is None else boxed >= 1,
         error=grade.error,

@@ -12,6 +12,7 @@ import pytest
 from lockstep.config import schema
 from lockstep.envs.programs import MODEL, outcome_of
 from lockstep.errors import TaskError
+from lockstep.evaluation.runner import item_result
 from lockstep.rollout.agents import AgentEpisode, Agents
 from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
@@ -65,6 +66,7 @@ def test_what_goes_wrong_with_a_program_costs_its_own_sample(
     assert (one["greedy"].turns, one["greedy"].cut) == (3, "turns")
     assert len(one["greedy"].rows) == 3
     assert len(one["greedy"].ids) < one["greedy"].sampled == one["greedy"].charged, "its budget pays for all rows"
+    assert item_result(one["greedy"]).tokens == one["greedy"].sampled, "a score counts those of all rows, too"
     assert one["wordy"].grade.scored
     assert (one["wordy"].sampled, one["wordy"].finish) == (60, FinishReason.LENGTH)
     (log,) = (tmp_path / "run" / "agents").glob("*.log")
