@@ -197,6 +197,17 @@ def test_a_score_names_its_seed_only_where_replies_are_sampled(
     assert [one.seed for one in found] == seeds
 
 
+def test_prompts_in_the_template_follow_its_settings(
+    tasks: dict[str, Path], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Its date is the constant one of all prompts, and its variables are those of the recipe."""
+    settings = recipe(tmp_path, tiny_model_dir, "chat.template_kwargs.enable_thinking=false")
+    tokenizer = load_tokenizer(resolve(settings.model))
+    tokenizer.chat_template = "{{ strftime_now('%Y') }} thinks {{ enable_thinking }} " + str(tokenizer.chat_template)
+    task = load_task(LmEvalSet(name="reply", path=str(tasks["reply"]), chat=True), ChatFormat(tokenizer, settings.chat))
+    assert {one.args[0].partition("<|")[0] for one in task.task.instances} == {"2024 thinks False "}
+
+
 def test_more_reply_tokens_than_the_context_has_are_refused(
     session: EvalSession, proof: Proof, tasks: dict[str, Path], tmp_path: Path
 ) -> None:
