@@ -118,9 +118,9 @@ def _scores(run: RunDirectory, rows: Sequence[StepRecord]) -> list[str]:
     """Return the base against the last scores, and a remark if rewards rose and scores did not."""
     try:
         pairs = base_and_last(records_of(str(run.path)))
+        compared = [row_of(one.before.brief, one.after.brief) for one in pairs]
     except EvaluationError as error:
         return [f"no comparison of scores: {error.what}"]
-    compared = [row_of(one.before.brief, one.after.brief) for one in pairs]
     rewards = [row.metrics["reward/mean"] for row in rows if "reward/mean" in row.metrics]
     rise = fmean(rewards[-STRETCH:]) - fmean(rewards[:STRETCH]) if len(rewards) > 2 * STRETCH else 0.0
     flat = all(row.comparison.difference <= 0 for row in compared)

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep import cli
 from lockstep.config.text import value_at
+from lockstep.evaluation.records import read_score, write_score
 from lockstep.scoring.notes import write_note
 from lockstep.track.listing import list_runs
 from lockstep.track.rundir import RunDirectory
@@ -146,6 +148,14 @@ def test_a_note_is_filled_in_again_and_leaves_your_text(runs: Path, capsys: pyte
     assert again.count("Learnt: a tiny model is tiny.") == 2
     assert again.count("## scored") == 1
     assert again.count("x-y") == 1  # plain's entry alone is as it was
+
+
+def test_a_note_says_that_scores_of_other_items_are_not_compared(runs: Path, capsys: pytest.CaptureFixture[str]):
+    path = sorted((runs / "scored" / "scores").glob("step_*_greedy.json"))[-1]
+    score = read_score(path)
+    write_score(path, replace(score, conditions=replace(score.conditions, data_hash="of other items")))
+    listed(runs, capsys, "note", "scored")
+    assert "no comparison of scores: the conditions differ" in (runs / "NOTES.md").read_text()
 
 
 def test_a_note_waits_for_that_of_another_command(runs: Path) -> None:
