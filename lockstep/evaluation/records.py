@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,16 @@ def read_brief(path: Path) -> Brief:
         raise _foreign(path, str(error)) from error
 
 
-def stored_score(path: Path, conditions: Conditions) -> Score | None:
+def stored_score(path: Path, conditions: Conditions, numbers: Collection[str] = ()) -> Score | None:
     """Return the score at `path` if it was measured under exactly these conditions, weights included: no need to repeat it.
 
-    None if there is no file or its conditions differ; a damaged file raises.
+    None if there is no file, its conditions differ, or it lacks one of these estimates; a damaged file raises.
     """
     if not path.exists():
         return None
     score = read_score(path)
     same = score.conditions.weights == conditions.weights and not comparable(score.conditions, conditions)
-    return score if same else None
+    return score if same and {one.name for one in score.estimates}.issuperset(numbers) else None
 
 
 def comparable(a: Conditions, b: Conditions) -> list[str]:

@@ -238,7 +238,7 @@ def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: E
     items = heldout_items(session.task, plan)
     conditions = score_conditions(items, session.task, session.policy.chat, mode, plan, proof)
     home = _home(measuring, name, conditions, step, own=_is_the_runs_own(measuring, chosen, mode, plan), base=reuse)
-    stored = stored_score(home, conditions)
+    stored = stored_score(home, conditions, mode.numbers)
     if stored is not None and reuse:
         measuring.notes.append(f"{name} at step {step}: measured before under the same conditions ({home})")
         score = stored

@@ -75,6 +75,16 @@ def test_scores_under_other_conditions_do_not_mix_with_the_runs_own(run: Path, s
     assert sorted(path.name for path in (run / "scores").iterdir() if path.is_file()) == own
 
 
+def test_a_stored_score_without_a_requested_number_is_measured_again(run: Path, said: Said) -> None:
+    """Which numbers are told of its replies is no condition of a score, but those that are asked for are in its file."""
+    for estimates in ("[avg@2, maj@2]", "[avg@2, pass@2]"):
+        mode = f"eval.modes=[{{name: two, temperature: 1, samples: 2, estimates: {estimates}}}]"
+        assert said("eval", str(run), "--set", mode)[0] == 0
+    files = list((run / "scores").glob("*/step_*_two.json"))
+    assert [path.name for path in sorted(files)] == ["step_000000_two.json", "step_000003_two.json"]
+    assert {tuple(one.name for one in read_score(path).estimates) for path in files} == {("avg@2", "pass@2")}
+
+
 def test_a_score_outside_of_the_range_ends_with_7(run: Path, said: Said) -> None:
     accuracy = read_score(score_path(run, 3, "sampled")).accuracy
     assert 0 < accuracy < 1
