@@ -101,9 +101,11 @@ def reply_alarms(score: Score) -> list[str]:
     r = reading(score.results)
     found = []
     if r.truncated / r.replies > TRUNCATED:
+        lm_eval = score.conditions.task.startswith("lm_eval/")
         found.append(
             f"{r.truncated} of {r.replies} replies ({r.truncated / r.replies:.0%}) were cut off at {score.conditions.max_tokens} "
-            f"tokens, {r.wrong_truncated} of the {r.wrong} wrong ones among them; a larger eval.max_tokens may change the score"
+            f"tokens, {r.wrong_truncated} of the {r.wrong} wrong ones among them; "
+            f"a larger {'max_gen_toks of the task' if lm_eval else 'eval.max_tokens'} may change the score"
         )
     if r.unparsed_rate is not None and r.unparsed_rate > UNPARSED:
         found.append(

@@ -211,7 +211,7 @@ def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, b
         text="log-likelihoods: " + ", ".join(replies) if choice else str(sample["resps"][0][0]),
         truncated=cut,
         tokens=tokens,
-        method=task.filter,
+        method="" if choice else task.filter,  # there is no answer to find in a reply
         boxed=None,
         error=None,
     )

@@ -14,6 +14,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.cli import main
 from lockstep.config.evaluate import LmEvalSet
 from lockstep.errors import ConfigError, EvaluationError
+from lockstep.evaluation.alarms import reply_alarms
 from lockstep.evaluation.collect import pair, records_of
 from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
 from lockstep.evaluation.plan import eval_plan
@@ -195,6 +196,15 @@ def test_a_score_names_its_seed_only_where_replies_are_sampled(
     found = [conditions_of(task, chat, replace(eval_plan(settings, "fp32"), seed=seed), proof) for seed in (1, 2)]
     assert [one.mode for one in found] == [mode] * 2
     assert [one.seed for one in found] == seeds
+
+
+def test_alarms_know_what_a_task_of_lm_eval_is(session: EvalSession, proof: Proof, tasks: dict[str, Path]) -> None:
+    """A choice among given answers has none to be found in a reply, and the length of replies is the task's own."""
+    choice, reply = (measured(session, proof, LmEvalSet(name=name, path=str(tasks[name]))) for name in tasks)
+    assert choice.accuracy < 0.9
+    assert reply_alarms(choice) == []
+    assert reply.truncated > 0.1
+    assert "a larger max_gen_toks of the task may change the score" in reply_alarms(reply)[0]
 
 
 def test_prompts_in_the_template_follow_its_settings(
