@@ -291,11 +291,11 @@ class _Model:
         scored = self._engine.score([ids for ids, _ in whole])
         sums = [sum(logprobs[len(logprobs) - count :]) for logprobs, (_, count) in zip(scored, whole, strict=True)]
         asked = [
-            (ids[: len(ids) - count], Sampling(count, 0.0, ignore_eos=True), f"greedy#{number}")
+            (ids[: len(ids) - count], Sampling(count, 0.0, ignore_eos=True), f"{number}#greedy")
             for number, (ids, count) in enumerate(whole)
         ]
         greedy = {one.request.id: one.ids for one in self._sampled(asked)}
-        chosen = [greedy[f"greedy#{n}"] == ids[len(ids) - count :] for n, (ids, count) in enumerate(whole)]
+        chosen = [greedy[f"{n}#greedy"] == ids[len(ids) - count :] for n, (ids, count) in enumerate(whole)]
         return list(zip(sums, chosen, strict=True))
 
     def replies(self, requests: Any) -> list[str]:

@@ -20,8 +20,9 @@ from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
 from lockstep.evaluation.plan import eval_plan
 from lockstep.evaluation.records import read_score
 from lockstep.models import load_tokenizer, resolve
+from lockstep.rollout.native import NativeEngine
 from lockstep.scoring.targets import EvalSession, build_eval_session
-from lockstep.types import Proof, Score
+from lockstep.types import Proof, Request, Score
 from tests.loops.runs import recipe, trained
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lockstep-rl[lm-eval]'")
@@ -205,6 +206,18 @@ def test_alarms_know_what_a_task_of_lm_eval_is(session: EvalSession, proof: Proo
     assert reply_alarms(choice) == []
     assert reply.truncated > 0.1
     assert "a larger max_gen_toks of the task may change the score" in reply_alarms(reply)[0]
+
+
+@pytest.mark.parametrize("name", ["choice", "reply"])
+def test_every_request_is_a_prompt_of_its_own(
+    session: EvalSession, proof: Proof, tasks: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are dealt whole prompts, which the part of an id before "#" names."""
+    asked: list[Request] = []
+    submit = NativeEngine.submit
+    monkeypatch.setattr(NativeEngine, "submit", lambda self, some: asked.extend(some) or submit(self, some))
+    measured(session, proof, LmEvalSet(name=name, path=str(tasks[name])))
+    assert len({one.id.rpartition("#")[0] for one in asked}) == len(asked) > 1
 
 
 def test_prompts_in_the_template_follow_its_settings(
