@@ -48,7 +48,7 @@ class Bucket:
         return Open("", self.size, cuda_handle(self.memory))
 
     def opened(self) -> None:
-        """Note that the receiver has mapped it: no other process needs to find it any more."""
+        """Note that the receiver has mapped it, or cannot: no other process needs to find it any more."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

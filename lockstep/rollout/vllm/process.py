@@ -259,9 +259,12 @@ class EngineProcess:
     def _fill(self, load: list[tuple[wire.Part, torch.Tensor]]) -> None:
         size = max(bucket.SIZE, bucket.needed(load))
         if self._bucket is None or self._bucket.size < size:
-            self._bucket = bucket.Bucket(size, self._device)
-            self._ask(self._bucket.description())
-            self._bucket.opened()
+            larger = bucket.Bucket(size, self._device)
+            try:
+                self._ask(larger.description())
+            finally:
+                larger.opened()
+            self._bucket = larger
         for part, tensor in load:
             self._bucket.put(part, tensor.detach())
         if self._device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -81,6 +82,20 @@ def test_a_push_is_proven_and_a_falsified_one_is_noticed(engine: EngineProcess, 
     second = sync.push(learner, engine)
     assert (second.passed, second.changed, engine.version) == (True, 1, 1)
     assert second.fingerprint == fingerprint(learner.weights()).combined
+
+
+def test_shared_memory_that_cannot_be_mapped_is_not_left_behind(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket, "SHARED_MEMORY", tmp_path)
+    engine = native_child.start(tiny_model_dir)
+    resource.prlimit(engine._process.pid, resource.RLIMIT_NOFILE, (3, 1000))  # it can open nothing
+    with pytest.raises(EngineError, match="cannot map the memory"):
+        engine.load(named_weights(model_of(tiny_model_dir)), 0)
+    assert list(tmp_path.iterdir()) == []
+    resource.prlimit(engine._process.pid, resource.RLIMIT_NOFILE, (1000, 1000))
+    engine.load(named_weights(model_of(tiny_model_dir)), 0)
+    engine.close()
 
 
 def first_names(learner: ByHand) -> list[str]:
