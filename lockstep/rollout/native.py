@@ -22,7 +22,7 @@ from lockstep.models.states import state_layers
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.forward import Computation
 from lockstep.rollout.kept import Kept
-from lockstep.rollout.requests import check_groups, check_idle, check_request, closing_on_error
+from lockstep.rollout.requests import check_groups, check_idle, check_request, closing_on_error, stopped_at
 from lockstep.rollout.routes import Routes
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
@@ -42,8 +42,6 @@ PREFILL_TOKENS = 8192
 """Prompt tokens processed in one pass."""
 KEPT_BYTES = 2 * 2**30
 """Most memory of keys and values that are kept for later turns."""
-STOP_WINDOW = 64
-"""Minimum number of last tokens whose text is searched for a stop string."""
 
 
 @dataclass(slots=True)
@@ -326,13 +324,8 @@ class NativeEngine:
         if not sampling.ignore_eos:
             if sequence.ids[-1] in self._stop_ids:
                 return FinishReason.STOP
-            if sampling.stop:
-                longest = 4 * max(
-                    map(len, sampling.stop)
-                )  # a character may take four tokens, one for each of its bytes
-                text = self._decode(sequence.ids[-max(STOP_WINDOW, longest + 8) :])
-                if any(stop in text for stop in sampling.stop):
-                    return FinishReason.STOP
+            if sampling.stop and stopped_at(sequence.ids, len(sequence.ids) - 1, sampling.stop, self._decode):
+                return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.ids) >= sampling.max_tokens else None
 
     def _completion(self, sequence: _Sequence, reason: FinishReason) -> Completion:

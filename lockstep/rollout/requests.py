@@ -1,8 +1,8 @@
-"""Checks that every engine makes before it accepts a request or new weights."""
+"""Checks that every engine makes before it accepts a request or new weights, and its search for stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,6 +17,9 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
+STOP_WINDOW = 64
+"""Minimum number of last tokens whose text is searched for a stop string."""
+Decode = Callable[[Sequence[int]], str]
 SHORTEN = "shorten the prompt or lower rollout.max_tokens"
 
 
@@ -104,3 +107,17 @@ def check_clean(forward: Forward, what: str) -> None:
             where="noise",
             fix="remove the noise first (engine.set_forward)",
         )
+
+
+def stopped_at(ids: Sequence[int], searched: int, stops: Sequence[str], decode: Decode) -> int | None:
+    """Return the number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
+    # A character may take four tokens, one for each of its bytes.
+    window = max(STOP_WINDOW, 4 * max(map(len, stops)) + 8)
+    whole = decode(ids[max(0, searched + 1 - window) :])
+    if not any(stop in whole for stop in stops) and "\ufffd" not in whole:
+        return None
+    for end in range(searched + 1, len(ids) + 1):
+        text = decode(ids[max(0, end - window) : end])
+        if any(stop in text for stop in stops):
+            return end
+    return None

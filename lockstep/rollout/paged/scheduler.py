@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.errors import EngineError
 from lockstep.memory import main_memory
 from lockstep.rollout.paged.state import PAGE, Rows
+from lockstep.rollout.requests import stopped_at
 from lockstep.types import FinishReason, Request, TokenIds
 
 
@@ -135,12 +136,8 @@ def ended_at(
     """Return a sequence's number of valid tokens and why it ended; None if it continues. Marks the searched tokens."""
     ids, stops = sequence.ids, sequence.request.sampling.stop
     if stops and not sequence.request.sampling.ignore_eos:
-        # A character may take four tokens, one for each of its bytes.
-        window = max(64, 4 * max(map(len, stops)) + 8)
-        for end in range(sequence.searched + 1, len(ids) + 1):
-            text = decode(ids[max(0, end - window) : end])
-            if any(stop in text for stop in stops):
-                return end, FinishReason.STOP
+        if (end := stopped_at(ids, sequence.searched, stops, decode)) is not None:
+            return end, FinishReason.STOP
         sequence.searched = len(ids)
     if not sequence.done:
         return None

@@ -13,8 +13,8 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import EngineError
 from lockstep.models.mxfp4 import is_mxfp4
 from lockstep.rollout.allocator import fix_segments
+from lockstep.rollout.requests import Decode
 from lockstep.rollout.vllm.environment import prepare
-from lockstep.rollout.vllm.requests import Decode
 from lockstep.rollout.vllm.settings import settings_of
 from lockstep.types import RolloutEngine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import codec
-from lockstep.rollout.vllm.requests import Decode
+from lockstep.rollout.requests import Decode
 from lockstep.rollout.vllm.serve import serve
 from lockstep.rollout.vllm.settings import VllmSettings
 from lockstep.rollout.vllm.wire import Channel

@@ -21,13 +21,12 @@ import torch
 from lockstep.errors import EngineError, LockstepError
 from lockstep.models.weights import named_weights
 from lockstep.numerics.spec import Scale
-from lockstep.rollout.requests import check_clean, check_groups, check_idle
+from lockstep.rollout.requests import Decode, check_clean, check_groups, check_idle
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share
 from lockstep.rollout.vllm.plugin import register
 from lockstep.rollout.vllm.quantised import Plan
 from lockstep.rollout.vllm.requests import (
-    Decode,
     Pending,
     asked_of,
     check_servable,

@@ -7,19 +7,16 @@ string are cut off, ids and log-probabilities alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.config.vllm import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
 from lockstep.errors import DEFECT, EngineError
-from lockstep.rollout.requests import SHORTEN, check_request
+from lockstep.rollout.requests import SHORTEN, Decode, check_request, stopped_at
 from lockstep.types import Completion, FinishReason, Request
 
 STRIDE = 8
 """A running reply is searched for stop strings whenever it has grown by this many tokens."""
-STOP_WINDOW = 64
-"""Minimum number of last tokens whose text is searched for a stop string."""
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +78,6 @@ def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Aske
 def streams(request: Request) -> bool:
     """Return whether a running reply must be searched for stop strings."""
     return bool(request.sampling.stop) and not request.sampling.ignore_eos
-
-
-def stopped_at(ids: Sequence[int], searched: int, stops: Sequence[str], decode: Decode) -> int | None:
-    """Return the number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
-    # A character may take four tokens, one for each of its bytes.
-    window = max(STOP_WINDOW, 4 * max(map(len, stops)) + 8)
-    whole = decode(ids[max(0, searched + 1 - window) :])
-    if not any(stop in whole for stop in stops) and "\ufffd" not in whole:
-        return None
-    for end in range(searched + 1, len(ids) + 1):
-        text = decode(ids[max(0, end - window) : end])
-        if any(stop in text for stop in stops):
-            return end
-    return None
 
 
 def look(pending: Pending, ids: Sequence[int], finished: bool, decode: Decode) -> int | None:

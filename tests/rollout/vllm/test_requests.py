@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import EngineError, StaleWeightsError
-from lockstep.rollout.requests import check_groups
+from lockstep.rollout.requests import check_groups, stopped_at
 from lockstep.rollout.vllm.requests import (
     STRIDE,
     Asked,
@@ -18,7 +18,6 @@ from lockstep.rollout.vllm.requests import (
     check_servable,
     completion_of,
     look,
-    stopped_at,
     streams,
 )
 from lockstep.types import FinishReason, Request, Sampling
