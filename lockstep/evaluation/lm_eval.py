@@ -219,15 +219,10 @@ def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, b
 
 def _framed(chat: ChatFormat, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
     """Return messages in the model's template, with the recipe's variables for it, as text."""
+    template: Any = chat.tokenizer.apply_chat_template
+    how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
     return str(
-        chat.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=chat.template.source,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **chat.template.kwargs,
-        )
+        template(list(messages), chat_template=chat.template.source, tokenize=False, **how, **chat.template.kwargs)
     )
 
 

@@ -221,8 +221,9 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRow:
     facts = {name: str(text) for name, text in named.pop(FACTS).items()} if isinstance(named.get(FACTS), dict) else {}
     metrics = {name: number(value) for name, value in named.items()}
     messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in parse_json(row["messages"]))
+    stored: Any = StoredBranch
     branches = tuple(
-        StoredBranch(text=str(one["text"]), **{name: tuple(one[name]) for name in (*_LISTS, *LEARNED)})
+        stored(text=str(one["text"]), **{name: tuple(one[name]) for name in (*_LISTS, *LEARNED)})
         for one in row.get("branches") or ()
     )
     return RolloutRow(
