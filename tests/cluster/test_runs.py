@@ -44,8 +44,8 @@ def alike(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
 
 
 def spikes(run: RunDirectory) -> dict[object, object]:
-    """Spikes by step and update: a resume repeats those of the steps that it repeats."""
-    return {(row["step"], row["update"]): row for row in read_jsonl(run.spikes_path)}
+    """Spikes by step and update, without the attempt: a resume repeats those of the steps that it repeats."""
+    return {(row["step"], row["update"]): row | {"attempt": 0} for row in read_jsonl(run.spikes_path)}
 
 
 def processes() -> list[psutil.Process]:
