@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -304,7 +304,8 @@ def _inspect(path: Path) -> CheckpointInfo:
 class _Facts(dict[str, Json]):
     """A JSON object of a checkpoint's state, in which a missing entry is a damaged checkpoint and not a KeyError."""
 
-    def __init__(self, facts: Mapping[str, Json], folder: Path) -> None:
+    # A copy (`dataclasses.asdict` makes one) is built from the entries alone.
+    def __init__(self, facts: Mapping[str, Json] | Iterable[tuple[str, Json]] = (), folder: Path = Path(STATE)) -> None:
         super().__init__(facts)
         self._folder = folder
 

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,16 @@ def test_an_entry_that_a_state_lacks_is_corruption_and_no_key_error(tmp_path: Pa
     for lacking in (lambda: counters["skipped"], lambda: open_checkpoint(tmp_path).meta["fingerprint"]):
         with pytest.raises(CorruptCheckpointError, match=r"state\.json has no entry '(skipped|fingerprint)'"):
             lacking()
+
+
+def test_a_state_that_was_read_can_be_part_of_the_next_one(tmp_path: Path) -> None:
+    """`asdict` copies each mapping by its own type: a run that resumes does so at its next save."""
+
+    @dataclass
+    class State:
+        shares: dict[str, float]
+
+    save(tmp_path, 1, lambda folder: write(folder, 1), {"carried": {"shares": {"sums": 0.25}}})
+    read: Any = open_checkpoint(tmp_path).meta["carried"]
+    save(tmp_path, 2, lambda folder: write(folder, 2), {"carried": asdict(State(read["shares"]))})
+    assert open_checkpoint(tmp_path).meta["carried"] == {"shares": {"sums": 0.25}}
