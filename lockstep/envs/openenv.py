@@ -231,8 +231,8 @@ def _started(settings: schema.OpenEnvTask) -> tuple[str, dict[str, Any]]:
     """Start the command, and return its address and schema of actions when it answers."""
     assert settings.command is not None
     where = f"task.command={settings.command}"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     program, *arguments = [part.replace("{port}", str(port)) for part in command_words(settings.command)]
     found = shutil.which(Path(program).expanduser())
     if found is None:

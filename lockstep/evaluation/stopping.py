@@ -50,7 +50,7 @@ def diverges(train: Sequence[Point], held_out: Sequence[Point], width: int = 3, 
 
     They do if the training reward (the mean of its last `width` points up to the last evaluation) is at least `least` higher
     than when the held-out score was best, and the held-out score has fallen by at least as much since and again at its last
-    evaluation. A probe of the training distribution alone may miss it.
+    evaluation. A held-out set of the training distribution alone may miss it.
     """
     if len(held_out) < 3:
         return ""

@@ -25,12 +25,12 @@ class Trends:
     """Takes in a run's steps in order and returns the metrics of lockstep/config/metrics.yaml that nothing stores."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._probes = probes(recipe)
+        self._deciding = deciding(recipe)
         self._rewards: list[Point] = []
         self._norms: dict[int, float] = {}
         """Largest gradient norm by decade of steps."""
         self._scores: dict[str, list[tuple[Point, float]]] = {}
-        """Accuracy and its standard error by probe."""
+        """Accuracies with their standard errors, by name of the score."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Take in a step; a number that cannot be told yet is absent."""
@@ -44,17 +44,17 @@ class Trends:
             self._rewards.append(Point(step, metrics[REWARD]))
             if (fall := drop([point.value for point in self._rewards])) is not None:
                 found["reward/drop"] = fall
-        falls = [self._divergence(probe, step, metrics) for probe in self._probes if f"{probe}/accuracy" in metrics]
+        falls = [self._divergence(name, step, metrics) for name in self._deciding if f"{name}/accuracy" in metrics]
         return found | ({"eval/divergence": max(falls)} if falls else {})
 
-    def _divergence(self, probe: str, step: int, metrics: Mapping[str, float]) -> float:
-        now = Point(step, metrics[f"{probe}/accuracy"])
-        seen = self._scores.setdefault(probe, [])
-        seen.append((now, metrics.get(f"{probe}/se", 0.0)))
+    def _divergence(self, name: str, step: int, metrics: Mapping[str, float]) -> float:
+        now = Point(step, metrics[f"{name}/accuracy"])
+        seen = self._scores.setdefault(name, [])
+        seen.append((now, metrics.get(f"{name}/se", 0.0)))
         return divergence(seen, self._rewards)
 
 
-def probes(recipe: Recipe) -> list[str]:
+def deciding(recipe: Recipe) -> list[str]:
     """Return the metrics' names, without their last part, of the held-out scores that decide. Example: eval/greedy"""
     return [f"eval/{name}" for name in recipe.eval.deciding]
 

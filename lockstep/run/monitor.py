@@ -12,7 +12,7 @@ from lockstep.errors import HealthStop, LearnerError
 from lockstep.evaluation.stopping import Point, diverges, should_stop
 from lockstep.health.judge import Alarm, HealthJudge
 from lockstep.health.smoke import COLUMNS, SmokeGate
-from lockstep.health.trends import REWARD, probes
+from lockstep.health.trends import REWARD, deciding
 from lockstep.run.callbacks import call, load_callbacks
 from lockstep.run.logger import RunLogger
 from lockstep.track.writer import read_metrics
@@ -61,8 +61,8 @@ class Monitor:
             self._call_back(step)
 
     def note(self, step: int, metrics: Metrics) -> str:
-        """Take in the metrics measured after `step`; warns of broken health rules, and of a probe that diverges from the
-        reward.
+        """Take in the metrics measured after `step`; warns of broken health rules, and of a held-out score that diverges
+        from the reward.
 
         Returns the reason why the run must stop, "" if it continues.
         """
@@ -100,7 +100,7 @@ class Monitor:
             self._end(step, self.over or why, why)
 
     def _note_scores(self, step: int, metrics: Metrics, new: Set[str]) -> None:
-        for name in (f"{probe}/accuracy" for probe in probes(self._recipe)):
+        for name in (f"{score}/accuracy" for score in deciding(self._recipe)):
             if name in new and (why := diverges(self._points(REWARD), self._points(name))):
                 self._logger.warn(f"{name}: {why}", step=step)
         match self._recipe.eval.stop:

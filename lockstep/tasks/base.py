@@ -252,7 +252,7 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     """Raise TaskError unless the verifier scores 1 for a right reply to each prompt, and 0 for an empty reply, for garbage and,
     on a sample of the prompts, for twenty wrong answers made from the reference.
 
-    A user's function may give any reward, so its probes only have to be scored, on 20 prompts. The same number is tried with a
+    A user's function may give any reward, so its replies only have to be scored, on 20 prompts. The same number is tried with a
     judge, which costs money.
     """
     own, slow = isinstance(verifier, UserGrader), workers_of(verifier) > 0

@@ -25,21 +25,21 @@ def self_test(
     """Return the problems found with this prompt: a right reply must score 1; an empty one and `garbage` 0; wrong
     answers made from the reference (`mutations`) 0.
 
-    With `exact=False`, the default for a grader of the user's, which may give any reward, the probes only have to be scored.
+    With `exact=False`, the default for a grader of the user's, which may give any reward, the replies only have to be scored.
     Example of a problem: "chain_sum/3f9a…: the reference '4 + 3' in a box scores 0.0, not 1"
     """
     exact = not isinstance(verifier, UserGrader) if exact is None else exact
-    probes: list[tuple[str, str, float]] = []
+    trials: list[tuple[str, str, float]] = []
     if (right := right_reply(verifier, prompt)) is not None:
         where = "in a box" if "\\boxed" in right else "as it is to be written"
-        probes.append((f"the reference {shown(prompt.answer)!r} {where}", right, 1.0))
+        trials.append((f"the reference {shown(prompt.answer)!r} {where}", right, 1.0))
     if garbage:
-        probes.append(("an empty reply", "", 0.0))
-        probes += [(f"the garbage {text!r}", text, 0.0) for text in GARBAGE]
+        trials.append(("an empty reply", "", 0.0))
+        trials += [(f"the garbage {text!r}", text, 0.0) for text in GARBAGE]
     if mutations:
-        probes += [(f"the wrong reply {shown(text)!r}", text, 0.0) for text in wrong_replies(verifier, prompt)]
+        trials += [(f"the wrong reply {shown(text)!r}", text, 0.0) for text in wrong_replies(verifier, prompt)]
     problems = []
-    for name, reply, due in probes:
+    for name, reply, due in trials:
         grade = verifier.grade(prompt, reply)
         label = f"{shown(prompt.id)}: {name}"
         score = _score(verifier, grade)
@@ -47,7 +47,7 @@ def self_test(
             problems.append(f"{label} cannot be scored: {grade.error}")
         elif exact and score != due:
             problems.append(f"{label} scores {score:g}, not {due:g}")
-    return problems or _group_problems(verifier, prompt, [reply for _, reply, _ in probes])
+    return problems or _group_problems(verifier, prompt, [reply for _, reply, _ in trials])
 
 
 def _group_problems(verifier: Verifier, prompt: Prompt, replies: list[str]) -> list[str]:
