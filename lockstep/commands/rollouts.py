@@ -61,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
     shown = wanted[: args.limit]
     decode = _decoder(recipe) if args.seen or any(_turns(row) or row.branches for row in shown) else None
     lines = [*(show(row, decode, seen=args.seen) for row in shown), summary(step, rows, wanted, args)]
-    print("\n\n".join(lines) + ("" if args.seen else framing_note(recipe.chat, "--seen")))
+    print("\n\n".join(lines) + ("" if args.seen else framing_note(recipe.chat)))
     return 0
 
 
-def framing_note(chat: Chat, flag: str) -> str:
+def framing_note(chat: Chat) -> str:
     """Return a line about what the recipe puts around each question, for output that leaves it out; "" if that is nothing."""
     parts = [f"the suffix {one_line(chat.suffix, 60)!r}"] if chat.suffix else []
     parts += (
@@ -74,7 +74,7 @@ def framing_note(chat: Chat, flag: str) -> str:
         else []
     )
     parts += ["a system text"] if chat.system else []
-    return f"\nthe model saw each question with {' and '.join(parts)}; {flag} prints the whole prompt" if parts else ""
+    return f"\nthe model saw each question with {' and '.join(parts)}; --seen prints the whole prompt" if parts else ""
 
 
 def _decoder(recipe: Recipe) -> Callable[[Sequence[int]], str]:

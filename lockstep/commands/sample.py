@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     shown = (show(sample, seen=args.seen) for sample in samples)
     print("\n\n".join(["\n".join([*(f"warning: {note}" for note in target.notes), head]), *shown]))
     replies = f"{len(samples)} replies: {counted([sample.reply.correct for sample in samples])}"
-    print(f"\n{replies}" + ("" if args.seen else framing_note(target.recipe.chat, "--seen")))
+    print(f"\n{replies}" + ("" if args.seen else framing_note(target.recipe.chat)))
     return 0
 
 

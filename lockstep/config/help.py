@@ -149,14 +149,14 @@ def groups(model: type[Section] = Recipe) -> tuple[Group, ...]:
     return tuple(found.values())
 
 
-def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
+def help_lines(prefix: str = "") -> list[str]:
     """Return one line for each setting whose path starts with `prefix`, under a line for its section. Empty if there is none.
 
     Columns: path, type, default, allowed, meaning. Settings that all kinds of a section share come once, then a line for each
     kind with the defaults of its own.
     """
     lines: list[str] = []
-    for group in groups(model):
+    for group in groups():
         chosen = [s for s in group.settings if s.path.startswith(prefix)]
         kinds = group.kinds if f"{group.path}.{TAG}".startswith(prefix) else ()
         if (chosen or kinds) and group.path:
@@ -174,9 +174,9 @@ def setting_line(one: Setting) -> str:
     return f"  {one.path:<32} {one.type:<18} {one.default:<22} {one.allowed:<20} {one.help}".rstrip()
 
 
-def schema_json(model: type[Section] = Recipe) -> str:
+def schema_json() -> str:
     """Return the JSON schema of a recipe, for editors."""
-    schema = model.model_json_schema()
+    schema = Recipe.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for section in SHORTHANDS.keys() & schema["properties"].keys():
         schema["properties"][section] = {"anyOf": [{"type": "string"}, schema["properties"][section]]}

@@ -20,18 +20,18 @@ bf16 is 0.065 away from fp32.
 
 
 @contextmanager
-def shaken(model: nn.Module, size: float = RELATIVE, seed: int = 1, *, attention: bool = False) -> Iterator[None]:
-    """Add relative noise, the same for a seed, to the output of each layer, or of each layer's attention alone, inside the
+def shaken(model: nn.Module, *, attention: bool = False) -> Iterator[None]:
+    """Add relative noise, always the same, to the output of each layer, or of each layer's attention alone, inside the
     block.
     """
     decoder: Any = base_model(model).get_decoder()
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(1)
 
     def shake(_: Any, inputs: Any, output: Any) -> Any:
         first: Tensor = output[0] if isinstance(output, tuple) else output
         noise = torch.randn(first.shape, generator=generator, device=device)
-        moved = (first.float() * (1 + size * noise)).to(first.dtype)
+        moved = (first.float() * (1 + RELATIVE * noise)).to(first.dtype)
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
     parts = [layer.self_attn if attention else layer for layer in decoder.layers]

@@ -127,11 +127,6 @@ class SharedSync:
         return self._prover.shift
 
     @property
-    def frozen(self) -> frozenset[str]:
-        """Names of tensors that no update changes."""
-        return self._prover.frozen
-
-    @property
     def probe(self) -> ProofSettings:
         """Sequences of the probe and its limit."""
         return self._prover.probe
