@@ -24,7 +24,7 @@ from lockstep import __version__
 from lockstep.dotenv import read_env
 from lockstep.errors import LockstepError
 from lockstep.openmp import leave_out_tiles, set_waiting
-from lockstep.text import hide_values, visible
+from lockstep.text import did_you_mean, hide_values, visible
 
 COMMANDS = (
     "doctor",
@@ -89,8 +89,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [str(choice) for choice in action.choices or ()]
         if choices and str(value) not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+            hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}", cutoff=0.5)
             raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:

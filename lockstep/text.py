@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
+from collections.abc import Iterable
+from difflib import get_close_matches
 from urllib.parse import parse_qsl, urlsplit
 
 KEPT = {"\n", "\t"}
@@ -63,6 +65,12 @@ def reason_of(error: BaseException, longest: int = 300) -> str:
     words = [f"{type(error).__name__}:", *message.split()] if message.strip() else [type(error).__name__]
     text = " ".join(words).encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= longest else f"{text[:longest]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
+    """Return a question for the `most` nearest of the known names, or `otherwise`. Example: "did you mean gsm8k or math?"."""
+    near = get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def visible(text: str) -> str:

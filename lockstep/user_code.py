@@ -9,12 +9,11 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, TaskError
-from lockstep.text import reason_of
+from lockstep.text import did_you_mean, reason_of
 
 
 def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
@@ -31,8 +30,8 @@ def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
         )
     names = vars(_run(path, failure))
     if name not in names:
-        near = get_close_matches(name, [known for known in names if not known.startswith("_")], n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"define {name} there"
+        public = [known for known in names if not known.startswith("_")]
+        hint = did_you_mean(name, public, f"define {name} there", most=3, cutoff=0.5)
         raise failure(f"{path} has no {name}", where=spec, fix=hint)
     return names[name]
 

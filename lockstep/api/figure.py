@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MachineError
+from lockstep.text import did_you_mean
 
 try:
     from matplotlib.figure import Figure
@@ -39,8 +39,7 @@ def draw(runs: Mapping[str, pd.DataFrame], names: Sequence[str], smooth: int = 1
     known = sorted({name for frame in runs.values() for name in frame.columns})
     names = names or [name for name in DEFAULT_METRICS if name in known]
     if unknown := [name for name in names if name not in known]:
-        near = get_close_matches(unknown[0], known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see the columns of Run.metrics"
+        hint = did_you_mean(unknown[0], known, "see the columns of Run.metrics", most=3)
         raise ConfigError([f"there is no metric {unknown[0]} in the runs {', '.join(runs)}"], fix=hint)
     figure = RunFigure(figsize=(WIDTH, HEIGHT * max(1, len(names))), layout="constrained")
     for place, name in enumerate(names, start=1):

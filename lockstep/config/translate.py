@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +16,7 @@ from lockstep.config.section import Json
 from lockstep.config.text import quoted, to_yaml, value_at
 from lockstep.config.translate_rules import RULES
 from lockstep.errors import ConfigError
+from lockstep.text import did_you_mean
 
 Fate: TypeAlias = Literal[
     "translated", "default there", "nothing to set", "no counterpart", "no effect there", "unknown"
@@ -222,5 +222,4 @@ def _put(tree: dict[str, Any], path: str, value: Json) -> None:
 
 def _hint(system: System, name: str) -> str:
     names = [known for entry in table()[system] for known in (entry.name, *entry.old) if known[0] != "?"]
-    near = get_close_matches(name, names, n=1, cutoff=0.8)
-    return f"did you mean {near[0]}?" if near else f"no setting of {SYSTEMS[system]} that is known here"
+    return did_you_mean(name, names, f"no setting of {SYSTEMS[system]} that is known here", cutoff=0.8)

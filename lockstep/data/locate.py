@@ -15,6 +15,7 @@ from lockstep.config.text import parse
 from lockstep.data.hub import read_card
 from lockstep.data.presets import PRESETS, completed
 from lockstep.errors import ConfigError, DataError
+from lockstep.text import did_you_mean
 
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -318,8 +319,7 @@ def _by_words(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(known[:20]) or 'none'}"
+    return "; " + did_you_mean(name, known, f"there are: {', '.join(known[:20]) or 'none'}", cutoff=0.5)
 
 
 def _or(names: Sequence[str]) -> str:

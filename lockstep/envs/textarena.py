@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 from lockstep.config import schema
 from lockstep.envs.packages import package
 from lockstep.errors import TaskError
-from lockstep.text import reason_of
+from lockstep.text import did_you_mean, reason_of
 from lockstep.types import Message, Turn
 from lockstep.user_code import load_callable
 
@@ -130,6 +129,6 @@ def _raw_name(game: str, registry: Any, where: str) -> str:
     for name in (game if game.endswith("-raw") else f"{game}-raw", game):
         if name in registry:
             return name
-    near = get_close_matches(game, [known for known in registry if not known.endswith(("-raw", "-train"))], n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "textarena.envs.registration.ENV_REGISTRY lists the games"
+    games = [known for known in registry if not known.endswith(("-raw", "-train"))]
+    hint = did_you_mean(game, games, "textarena.envs.registration.ENV_REGISTRY lists the games", most=3)
     raise TaskError(f"TextArena has no game {game!r}", where=where, fix=hint)

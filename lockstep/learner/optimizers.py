@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, assert_never, get_type_hints
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import AdamW, Muon, Optimizer, PythonOptimizer
 from lockstep.errors import LearnerError
 from lockstep.learner.adamw8bit import AdamW8bit
+from lockstep.text import did_you_mean
 from lockstep.user_code import describe, load_object
 
 ADAMW_KEYS = {
@@ -195,8 +195,7 @@ def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
     given, mistakes = {}, []
     for name, value in settings.settings.items():
         if name not in parameters and not open_ended:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            hint = did_you_mean(name, known, f"it has {', '.join(known) or 'none'}")
             mistakes.append(f"{name}: no such setting; {hint}")
             continue
         try:

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -20,7 +19,7 @@ from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import MachineError, TaskError
 from lockstep.seeds import seed_for
-from lockstep.text import reason_of
+from lockstep.text import did_you_mean, reason_of
 from lockstep.types import Message, Prompt
 from lockstep.verifiers.gym_scores import ANSWER, METADATA, QUESTION
 from lockstep.workers.watched import Alive, HungError, run_watched
@@ -202,5 +201,4 @@ def _answer(dataset: str, item: dict[str, Any]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:12])}"
+    return did_you_mean(name, known, f"it has {', '.join(sorted(known)[:12])}", most=3, cutoff=0.4)

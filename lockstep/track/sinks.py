@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from lockstep.config.records import Mode, Sink
 from lockstep.config.schema import Track
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.text import hide_values, reason_of
+from lockstep.text import did_you_mean, hide_values, reason_of
 from lockstep.track.facts import SECRET_TEXT
 from lockstep.track.files import write_atomic
 from lockstep.track.jsonl import dumps, read_json
@@ -93,8 +92,7 @@ def missing(name: str) -> str:
         load_object(name, ConfigError)
         return ""
     others = [one.name for one in entry_points(group=GROUP)]
-    near = get_close_matches(name, [*BUILT_IN, *others], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"no package registers it as an entry point {GROUP}"
+    hint = did_you_mean(name, [*BUILT_IN, *others], f"no package registers it as an entry point {GROUP}", cutoff=0.5)
     return "" if name in others else f"there is no tracker {name}; {hint}"
 
 

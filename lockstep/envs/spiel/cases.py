@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from lockstep.config import schema
 from lockstep.config.section import Json
 from lockstep.envs.packages import package
 from lockstep.errors import TaskError
+from lockstep.text import did_you_mean
 
 BOARD = (
     "tic_tac_toe",
@@ -154,8 +154,8 @@ def _load_string(name: str, config: Mapping[str, Json]) -> str:
 
 
 def _nearest(name: str) -> str:
-    near = get_close_matches(name, dict.fromkeys((*BOARD, *pyspiel().registered_names())), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else "pyspiel.registered_names() lists the games"
+    known = dict.fromkeys((*BOARD, *pyspiel().registered_names()))
+    return did_you_mean(name, known, "pyspiel.registered_names() lists the games", most=3, cutoff=0.5)
 
 
 def _hint(game: str) -> str:
