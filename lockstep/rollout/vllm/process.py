@@ -11,7 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lockstep.rollout.vllm.settings import VllmSettings
 from lockstep.sync.fingerprint import Fingerprints, TensorPrint
 from lockstep.types import Completion, FinishReason, Forward, ForwardReport, Request, Sampling, TokenIds, WeightStream
 
+Answer = TypeVar("Answer", bound=wire.Message)
 POLL_SECONDS = 0.01
 """Seconds to wait for messages between two calls of `between`."""
 TAIL = 2000
@@ -64,17 +65,10 @@ class EngineProcess:
             )
         self._channel = wire.Channel(ours)
         try:
-            self._started()
+            self.seconds = self._answer_of(wire.Ready).seconds
         except BaseException:
             self.close()
             raise
-
-    def _started(self) -> None:
-        match self._answer():
-            case wire.Ready(seconds):
-                self.seconds = seconds
-            case other:
-                raise self._unexpected(other)
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
@@ -125,11 +119,8 @@ class EngineProcess:
         """Return the log-probability of every token but the first, at temperature 1."""
         rows = [tuple(ids) for ids in sequences]
         self._channel.send(wire.Score(tuple(map(len, rows))), wire.packed(rows))
-        match self._answer():
-            case wire.Scores(lengths):
-                return wire.unpacked_floats(self._payload, lengths)
-            case other:
-                raise self._unexpected(other)
+        lengths = self._answer_of(wire.Scores).lengths
+        return wire.unpacked_floats(self._payload, lengths)
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Make the engine compute in this way from now on. Nothing may be running. Raises the engine's error; it then computes
@@ -142,12 +133,9 @@ class EngineProcess:
             )
         self.forward = Forward()
         self._channel.send(wire.Compute(forward))
-        match self._answer():
-            case wire.Computing(report):
-                self.forward = forward
-                return report
-            case other:
-                raise self._unexpected(other)
+        report = self._answer_of(wire.Computing).report
+        self.forward = forward
+        return report
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Send weights through the bucket and make the engine `version`. Nothing may be running."""
@@ -169,11 +157,8 @@ class EngineProcess:
     def fingerprints(self) -> Fingerprints:
         """Return the fingerprints of all the engine's weights, computed in its process; only the numbers come here."""
         self._channel.send(wire.Fingerprint())
-        match self._answer():
-            case wire.Prints(entries):
-                return Fingerprints({e.name: TensorPrint(int(e.value, 16), e.dtype, e.shape, e.bytes) for e in entries})
-            case other:
-                raise self._unexpected(other)
+        entries = self._answer_of(wire.Prints).entries
+        return Fingerprints({e.name: TensorPrint(int(e.value, 16), e.dtype, e.shape, e.bytes) for e in entries})
 
     def sleep(self) -> None:
         """Free the memory of keys and values."""
@@ -201,11 +186,14 @@ class EngineProcess:
     def _ask(self, message: wire.Message, payload: bytes = b"") -> None:
         """Send a message that is answered by Done."""
         self._channel.send(message, payload)
-        match self._answer():
-            case wire.Done():
-                return
-            case other:
-                raise self._unexpected(other)
+        self._answer_of(wire.Done)
+
+    def _answer_of(self, kind: type[Answer]) -> Answer:
+        """Return the next answer. Raises EngineError for one of another kind, and the engine's own error."""
+        message = self._answer()
+        if not isinstance(message, kind):
+            raise self._unexpected(message)
+        return message
 
     def _answer(self) -> wire.Message:
         """Return the next message that is not a completion; its bytes are in `_payload`. Raises the engine's error."""
@@ -251,8 +239,7 @@ class EngineProcess:
                 where=name,
                 fix="give learner and engine the same model and adapter",
             )
-        if not isinstance(done := self._answer(), wire.Done):
-            raise self._unexpected(done)
+        self._answer_of(wire.Done)
         dtype: torch.dtype = getattr(torch, message.part.dtype)
         return torch.frombuffer(payload, dtype=torch.uint8).view(dtype).view(message.part.shape)
 
