@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.errors import EngineError
 from lockstep.numerics.apply import ModelNumerics, numerics_of
-from lockstep.rollout.requests import check_clean
+from lockstep.rollout.requests import check_clean, check_settled
 from lockstep.types import Forward, ForwardReport
 
 if TYPE_CHECKING:
@@ -29,12 +29,7 @@ class Computation:
         """Apply a Forward. Raises EngineError while requests are open, if a numerics or a noise would change no layer, or if a
         quantised weight does not match the present weight.
         """
-        if open_requests:
-            raise EngineError(
-                f"numerics and noise cannot change while {open_requests} requests run",
-                where=f"numerics {forward.numerics or 'of the weights'}",
-                fix="read all completions first",
-            )
+        check_settled(open_requests, f"numerics {forward.numerics or 'of the weights'}")
         try:
             layers = self.numerics.serve(forward.numerics)
             if layers:

@@ -99,6 +99,13 @@ def check_idle(open_requests: int, version: int) -> None:
         )
 
 
+def check_settled(open_requests: int, where: str = "") -> None:
+    """Raise EngineError if numerics or noise are to change while requests are open."""
+    if open_requests:
+        what = f"numerics and noise cannot change while {open_requests} requests run"
+        raise EngineError(what, where=where, fix="read all completions first")
+
+
 def check_clean(forward: Forward, what: str) -> None:
     """Raise EngineError while noise is on: weights cannot be loaded, proven or saved then."""
     if forward.noise is not None:

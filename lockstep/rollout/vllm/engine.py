@@ -21,7 +21,7 @@ import torch
 from lockstep.errors import EngineError, LockstepError
 from lockstep.models.weights import named_weights
 from lockstep.numerics.spec import Scale
-from lockstep.rollout.requests import Decode, check_clean, check_groups, check_idle
+from lockstep.rollout.requests import Decode, check_clean, check_groups, check_idle, check_settled
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share
 from lockstep.rollout.vllm.plugin import register
@@ -143,11 +143,7 @@ class VllmEngine:
         Raises EngineError if no layer or no norm would be changed; the engine then computes in the precision of its weights.
         """
         self._check_alive()
-        if self._pending:
-            raise EngineError(
-                f"numerics and noise cannot change while {len(self._pending)} requests run",
-                fix="read all completions first",
-            )
+        check_settled(len(self._pending))
         self._drain()
         try:
             return self._compute(forward)

@@ -18,7 +18,7 @@ import torch
 
 from lockstep import errors
 from lockstep.errors import DEFECT, EngineError, LockstepError
-from lockstep.rollout.requests import check_clean, check_idle, check_version
+from lockstep.rollout.requests import check_clean, check_idle, check_settled, check_version
 from lockstep.rollout.vllm import bucket, wire
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.settings import VllmSettings
@@ -126,11 +126,7 @@ class EngineProcess:
         """Make the engine compute in this way from now on. Nothing may be running. Raises the engine's error; it then computes
         in the precision of its weights.
         """
-        if self._running:
-            raise EngineError(
-                f"numerics and noise cannot change while {len(self._running)} requests run",
-                fix="read all completions first",
-            )
+        check_settled(len(self._running))
         self.forward = Forward()
         self._channel.send(wire.Compute(forward))
         report = self._answer_of(wire.Computing).report
