@@ -64,6 +64,8 @@ class Carried:
     """Number of steps so far that found no group to train on, and so made no update."""
     progress: Progress | None = None
     """Progress of the curriculum of mixed tasks; None without one."""
+    recent: dict[str, list[float]] = field(default_factory=dict)
+    """Gradient norms and losses of the last updates, by metric, which tell a spike."""
 
     @staticmethod
     def at_start(recipe: Recipe) -> Carried:
@@ -86,6 +88,7 @@ class Carried:
         self.kl_coef, self.empty_steps = saved["kl_coef"], saved["empty_steps"]
         found = saved.get("progress")  # checkpoints from before mixed tasks have none
         self.progress = None if found is None else Progress(**found)
+        self.recent = dict(saved.get("recent", {}))  # older checkpoints have none
 
 
 class Meanwhile:

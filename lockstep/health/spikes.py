@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -107,23 +106,17 @@ class _Row:
 class SpikeLog:
     """Watches the updates of a run; `settle` gives the spikes of a step their rows.
 
-    `decode` turns token ids into text. `history`: metrics of earlier steps, for the medians.
+    `decode` turns token ids into text. `recent`: sizes in the last updates, for the medians; it is kept up to date.
     """
 
-    def __init__(
-        self, recipe: Recipe, decode: Callable[[TokenIds], str], history: Sequence[Mapping[str, float]] = ()
-    ) -> None:
-        self._settings, self._decode = recipe.health.spikes, decode
+    def __init__(self, recipe: Recipe, decode: Callable[[TokenIds], str], recent: dict[str, list[float]]) -> None:
+        self._settings, self._decode, self._recent = recipe.health.spikes, decode, recent
         self._two_policies = recipe.algorithm.old_logprobs == "rollout"
         self._norm_limit = recipe.health.spikes.norm * recipe.optimizer.max_grad_norm
-        self._norms: deque[float] = deque(maxlen=RECENT)
-        self._losses: deque[float] = deque(maxlen=RECENT)
         self._pending: list[tuple[Spike, list[_Row]]] = []
         self._update = 0
         self.found: list[Spike] = []
         """Settled spikes that nothing has stored yet."""
-        for metrics in history:
-            self._remember(metrics)
 
     def after(self, batch: Batch, metrics: Metrics, scored: Sequence[Scored]) -> Metrics:
         """Judge an update by its metrics and by the log-probabilities that it computed, one entry a micro-batch.
@@ -173,16 +166,16 @@ class SpikeLog:
         tail = np.maximum(metrics.get("ratio/log_abs_max", 0.0), metrics.get("mismatch/max_abs_dlogp", 0.0))
         far = {
             "ratio": not tail <= s.log_ratio,
-            "loss": not loss <= max(LEAST_LOSS, s.times * _median(self._losses)),
-            "gradient": not norm <= min(self._norm_limit, s.times * _median(self._norms)),
+            "loss": not loss <= max(LEAST_LOSS, s.times * _median(self._recent, "loss/policy")),
+            "gradient": not norm <= min(self._norm_limit, s.times * _median(self._recent, "grad/norm")),
         }
         return tuple(name for name, outside in far.items() if outside)
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
-        for name, values in (("grad/norm", self._norms), ("loss/policy", self._losses)):
+        for name in ("grad/norm", "loss/policy"):
             value = abs(metrics.get(name, 0.0))
             if value and math.isfinite(value):
-                values.append(value)
+                self._recent[name] = [*self._recent.get(name, ())[1 - RECENT :], value]
 
     def _described(self, row: _Row, rows: Sequence[_Row], groups: Sequence[Group]) -> SpikeRow:
         rollout = _rollout_of(row.sequence, groups)
@@ -266,6 +259,7 @@ def _ratio_size(row: _Row) -> float:
     return float(np.abs(row.log_ratio).max())
 
 
-def _median(values: Sequence[float]) -> float:
+def _median(recent: Mapping[str, Sequence[float]], name: str) -> float:
     """Return the median, infinity while there are too few values."""
+    values = recent.get(name, ())
     return statistics.median(values) if len(values) >= LEAST else math.inf

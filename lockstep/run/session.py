@@ -23,7 +23,6 @@ from lockstep.run.signals import StopRequest
 from lockstep.run.utilisation import Utilisation, gpu_reader
 from lockstep.run.watchdog import Watchdog
 from lockstep.sync.record import proof_line, proof_metrics, require_exact
-from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Proof
 
 
@@ -50,9 +49,8 @@ class Session:
     ) -> None:
         self._parts, self._recipe, self._logger, self._start = parts, recipe, logger, start
         self._monitor = Monitor(recipe, logger, start, parts.policy.resolved.path)
-        history = [row.metrics for row in read_metrics(logger.run) if row.step <= start]
         watched = recipe.health.spikes.enabled
-        self.spikes = SpikeLog(recipe, parts.policy.chat.decode, history) if watched else None
+        self.spikes = SpikeLog(recipe, parts.policy.chat.decode, parts.carried.recent) if watched else None
         """Watches the updates; what it finds is stored with the step."""
         self._checkpointer = Checkpointer(parts, recipe, logger, start)
         self._measures = [
@@ -105,8 +103,9 @@ class Session:
                 metrics |= self.clock.seconds
             self._logger.at_start(self._start, metrics, self._proof)
         self._monitor.begin(metrics)
-        if metrics and self._start:  # the base has no checkpoint to keep
-            self._checkpointer.note(self._start, metrics)
+        # The base has no checkpoint to keep. One that was saved before it was evaluated does not know that it is the best.
+        if metrics and self._start and self._checkpointer.note(self._start, metrics):
+            self._checkpointer.save(self._start, self._proof, self.clock)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to train, until the recipe's number is reached, or eval.stop or a health rule ends the run.

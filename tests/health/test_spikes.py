@@ -112,6 +112,20 @@ def test_a_resumed_run_tells_its_spikes_from_the_first_attempts(tmp_path: Path, 
     assert {spike["attempt"]: spike["step"] for spike in spikes} == {1: 2, 2: 3}
 
 
+def test_a_resumed_run_finds_the_spikes_of_an_unbroken_one(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The medians are of updates, of which a step has several; its row has the largest of them alone."""
+    settings = (NO_EVAL, "health.clipping=off", "optimizer.lr=0.05", "update.samples_per_update=2")
+    settings += ("health.spikes.times=1.2", "health.leap=off", "steps=6")
+    unbroken = trained(tmp_path, tiny_model_dir, *settings, "name=unbroken")
+    run = resume_run(stopped(tmp_path, tiny_model_dir, *settings, step=3))
+    found, wanted = (
+        [{name: value for name, value in spike.items() if name != "attempt"} for spike in read_jsonl(one.spikes_path)]
+        for one in (run, unbroken)
+    )
+    assert found == wanted
+    assert any(spike["step"] > 3 and "gradient" in spike["triggers"] for spike in wanted)
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_row_that_is_no_number_comes_first(bad: int) -> None:
     sequence = TrainSequence((1,), (2, 3), (True, True), (-0.5, -0.5), (1.0, 1.0), 0.25, 0)
@@ -120,7 +134,7 @@ def test_a_row_that_is_no_number_comes_first(bad: int) -> None:
     batch = Batch(tuple(replace(sequence, sample=n) for n in range(3)))
     values = [[math.nan] * 2 if n == bad else [-0.6 - n] * 2 for n in (0, 1, 2)]
     scored = [Scored((n,), np.array(values[n], np.float32).tobytes(), b"") for n in range(3)]
-    watch = SpikeLog(Recipe(), str)
+    watch = SpikeLog(Recipe(), str, {})
     watch.after(batch, {"grad/norm": math.nan, "ratio/log_abs_max": math.nan}, scored)
     watch.settle(1, [replace(asked, rollouts=rollouts)])
     (spike,) = watch.take()
