@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.load import dump, load_run
+from lockstep.config.load import load, load_run
 from lockstep.config.schema import Recipe
 from lockstep.errors import ConfigError, DataError, EvaluationError, RunDirectoryError
 
@@ -105,6 +105,7 @@ def finished_run(recipe: Recipe) -> RunDirectory:
     from lockstep.build.warm_start import pinned
     from lockstep.loops.preflight import with_known_steps
     from lockstep.loops.start import resume_run, start_run
+    from lockstep.run.state import recipe_hash
     from lockstep.track.rundir import RunDirectory, is_run, never_began
     from lockstep.track.state import state_of
 
@@ -112,7 +113,8 @@ def finished_run(recipe: Recipe) -> RunDirectory:
     if not is_run(path) or never_began(path):
         return start_run(recipe)
     found = RunDirectory.open(path)
-    if found.recipe_yaml() != dump(with_known_steps(pinned_opponents(pinned(recipe)))):
+    wanted = with_known_steps(pinned_opponents(pinned(recipe)))
+    if recipe_hash(load([str(found.recipe_path)])) != recipe_hash(wanted):
         raise RunDirectoryError(
             "a run of a different recipe already exists", where=str(path), fix="choose another name: --name NAME"
         )

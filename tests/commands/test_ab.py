@@ -9,6 +9,7 @@ import pytest
 from lockstep import cli
 from lockstep.commands.ab import pair_of
 from lockstep.errors import ConfigError
+from lockstep.loops.start import resume_run
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from tests.loops.runs import LORA, words
@@ -57,6 +58,8 @@ def test_two_runs_are_trained_and_compared_and_a_second_call_reads_them(
     assert f"{mean:.4g}" in report
     assert cli.main(command) == 0
     assert [RunDirectory.open(run.path).attempt for run in runs] == [1, 1]
+    resume_run(runs[0].path, ["health.clipping=off"])  # as one that a rule has stopped says: no other recipe
+    assert cli.main(command) == 0
     assert cli.main([*command[:-1], "optimizer.lr=0.07"]) != 0
     assert "a run of a different recipe already exists" in capsys.readouterr().err
 
