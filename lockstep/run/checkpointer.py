@@ -19,7 +19,7 @@ class Checkpointer:
     """Saves checkpoints and remembers which step was best by the recipe's metric."""
 
     def __init__(self, parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
-        self._parts, self._recipe, self._logger = parts, recipe, logger
+        self._parts, self._recipe, self._logger, self._start = parts, recipe, logger, start
         self._best: tuple[float, int] | None = best_so_far(recipe, logger, start)
 
     def note(self, step: int, metrics: Metrics) -> bool:
@@ -43,7 +43,8 @@ class Checkpointer:
                 logger.warn(f"save.keep_best: no step of this run has {name}, so none was kept as the best", step=step)
             if first and (warning := check_first(recipe, self._parts.policy.resolved.path, path)):
                 logger.warn(warning, step=step)
-        logger.add(step, {"time/save": clock.seconds["time/save"]})
+        if step > self._start:  # the row of the step that the attempt begins with is whole
+            logger.add(step, {"time/save": clock.seconds["time/save"]})
 
 
 def best_so_far(recipe: Recipe, logger: RunLogger, start: int) -> tuple[float, int] | None:
