@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
+from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.loops.start import resume_run
+from lockstep.run.checkpointer import Checkpointer
 from lockstep.track.rundir import RunDirectory
-from tests.loops.runs import LORA, fingerprints, numbers, trained, words
+from tests.loops.runs import LORA, fingerprints, numbers, same, trained, words
+from tests.loops.test_resume import stopped
 from tests.saying import Printed
 
 
@@ -71,3 +74,21 @@ def test_a_run_that_is_killed_while_it_is_extended_can_be_resumed(
     resume_run(run.path)
     resume_run(run.path, steps=2)
     assert max(numbers(RunDirectory.open(run.path))) == 2
+
+
+def test_a_step_that_is_evaluated_by_the_resume_becomes_the_best_of_its_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was saved before the score was known; after the last step no other is saved that would have it."""
+    keep = ("steps=4", "eval.every=2", "save.every=4", "save.keep_best=eval/greedy/accuracy", "save.keep_last=1")
+    unbroken = trained(tmp_path, tiny_model_dir, *keep, "name=unbroken")
+    path = stopped(tmp_path, tiny_model_dir, *keep, step=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "save", lambda *arguments: 1 / 0)  # killed after the evaluation
+        with pytest.raises(ZeroDivisionError):
+            resume_run(path)
+    run = resume_run(path)
+    found, wanted = ([(one.step, one.meta["best"]) for one in list_checkpoints(it.path)] for it in (run, unbroken))
+    assert found == wanted == [(4, [0.5, 4])]
+    assert same(run, unbroken, 4)
+    assert resume_run(run.path).path == run.path

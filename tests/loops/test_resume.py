@@ -27,7 +27,6 @@ from lockstep.errors import (
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops import start
 from lockstep.loops.start import resume_run
-from lockstep.run.checkpointer import Checkpointer
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from tests.gallery import Gallery
@@ -171,24 +170,6 @@ def test_the_best_checkpoint_is_known_from_the_state(tmp_path: Path, tiny_model_
     assert same(run, unbroken, 4)
     there = [[info.step for info in list_checkpoints(one.path)] for one in (run, unbroken)]
     assert there[0] == there[1]
-
-
-def test_a_step_that_is_evaluated_by_the_resume_becomes_the_best_of_its_checkpoint(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint was saved before the score was known; after the last step no other is saved that would have it."""
-    keep = ("steps=4", "eval.every=2", "save.every=4", "save.keep_best=eval/greedy/accuracy", "save.keep_last=1")
-    unbroken = trained(tmp_path, tiny_model_dir, *keep, "name=unbroken")
-    path = stopped(tmp_path, tiny_model_dir, *keep, step=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpointer, "save", lambda *arguments: 1 / 0)  # killed after the evaluation
-        with pytest.raises(ZeroDivisionError):
-            resume_run(path)
-    run = resume_run(path)
-    found, wanted = ([(one.step, one.meta["best"]) for one in list_checkpoints(it.path)] for it in (run, unbroken))
-    assert found == wanted == [(4, [0.5, 4])]
-    assert same(run, unbroken, 4)
-    assert resume_run(run.path).path == run.path
 
 
 FILLS_THE_DISK = '''
