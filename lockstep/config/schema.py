@@ -71,8 +71,8 @@ MOST_AUTO_SLOTS = 1024
 """More sequences hardly make decoding faster: on an H200 its matrix products are bound by arithmetic from about 200 on."""
 
 
-MOST_STEPS = 1_000_000_000
-"""The longest run."""
+MOST_STEPS = 1_000_000
+"""The longest run: steps that evaluate are listed."""
 
 
 Allowable: TypeAlias = Literal[

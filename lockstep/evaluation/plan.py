@@ -183,7 +183,7 @@ def is_due(recipe: Recipe, chosen: EvalSet, step: int) -> bool:
 
 
 def replies_in_all(recipe: Recipe) -> int:
-    """Return the replies that all evaluations of a run draw. Steps are counted, not listed: a recipe may name a billion."""
+    """Return the replies that all evaluations of a run draw. Steps are counted, not listed."""
     if not recipe.eval.enabled:
         return 0
     return sum(_rounds(recipe, one) * one.items * mode.samples for one, mode in recipe.eval.pairs)

@@ -264,7 +264,7 @@ def rate_lines(recipe: Recipe) -> list[str]:
 def checkpoint_lines(recipe: Recipe) -> list[str]:
     """Return the steps after which the run saves, and what it keeps."""
     every, last = recipe.save.every, recipe.steps
-    marks = range(every, last, every)  # may be a billion
+    marks = range(every, last, every)
     shown = [*marks, last] if len(marks) < _SHOWN else [*marks[:3], "…", marks[-1], last]
     steps = map(str, shown)
     best = f", and the best {recipe.save.keep_best}" if recipe.save.keep_best else ""

@@ -158,7 +158,7 @@ def test_a_plan_that_does_not_fit_is_a_failed_check(tmp_path: Path, tiny_model_d
     assert [(check.name, check.verdict) for check in check_recipe(fits)] == [
         ("settings", "ok"), ("memory plan", "ok"), ("disk plan", "ok"),
     ]  # fmt: skip
-    full = recipe(tmp_path, tiny_model_dir, "steps=1000000000")
+    full = recipe(tmp_path, tiny_model_dir, "steps=1000000", "samples_per_prompt=100000")
     for allow, verdict in (([], "fail"), (["disk"], "warn")):
         (disk, memory) = check_recipe(full.model_copy(update={"allow": allow}))
         assert (disk.name, disk.verdict, memory.verdict) == ("disk", verdict, "ok")

@@ -47,6 +47,11 @@ def test_later_arguments_win(tmp_path: Path) -> None:
     assert load([second, first]).steps == 5
 
 
+def test_more_steps_than_can_be_listed_are_refused() -> None:
+    assert load(["steps=1000000"]).steps == 10**6
+    assert mistakes("steps=1000000000", "eval.every=1") == ["steps=1000000000: must be at most 1000000"]
+
+
 def test_override_values_are_yaml() -> None:
     recipe = load(
         ["rollout.stop=[a, b]", "optimizer.betas=[0.8, 0.9]", "model.revision=null", "chat.system='1'", "threads=2"]
