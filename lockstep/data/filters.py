@@ -78,11 +78,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A filter that can run; `make` returns its decision function with nothing remembered."""
+    """A filter that can run; `make` returns its decision function with nothing remembered, from the numbers of bad rows."""
 
     name: str
     kind: str
-    make: Callable[[], Keep]
+    make: Callable[[set[int]], Keep]
     show: Callable[[Row], str]
     """Returns the part of a dropped row that the filter judged."""
     columns: Columns
@@ -102,7 +102,9 @@ class Pipeline:
     """One run of the filters over the rows of a reading."""
 
     def __init__(self, stages: Sequence[Ready]) -> None:
-        self._stages = [_Running(stage, stage.make()) for stage in stages]
+        self.bad: set[int] = set()
+        """Numbers of the bad rows so far, whose good copies may follow."""
+        self._stages = [_Running(stage, stage.make(self.bad)) for stage in stages]
 
     def keeps(self, row: Row) -> bool:
         """Return whether all filters keep it. Raises BadRow if one cannot judge it; that row counts for no filter."""
@@ -163,7 +165,7 @@ def stages_of(data: Data, columns: Columns, where: str, read_prompts: ReadPrompt
 
 
 def _ready(settings: Filter, columns: Columns, where: str, read_prompts: ReadPrompts) -> Ready:
-    make: Callable[[], Keep]
+    make: Callable[[set[int]], Keep]
 
     def look(paths: Sequence[str]) -> Callable[[Row], str]:
         return lambda row: ", ".join(f"{path} = {_raw(row, path)!r}" for path in paths)
@@ -194,9 +196,9 @@ def _ready(settings: Filter, columns: Columns, where: str, read_prompts: ReadPro
     return Ready(stage_name(settings), settings.kind, make, show, columns)
 
 
-def _constant(keep: Keep) -> Callable[[], Keep]:
+def _constant(keep: Keep) -> Callable[[set[int]], Keep]:
     """Wrap a filter that remembers nothing."""
-    return lambda: keep
+    return lambda _: keep
 
 
 def _raw(row: Row, path: str) -> object:
@@ -301,17 +303,17 @@ def _counter(settings: Tokens, columns: Columns) -> Callable[[Row], int]:
     return lambda row: len(tokenizer(_question(row, columns), add_special_tokens=False)["input_ids"])
 
 
-def _distinct(settings: Distinct, columns: Columns) -> Callable[[], Keep]:
+def _distinct(settings: Distinct, columns: Columns) -> Callable[[set[int]], Keep]:
     digest = question_digest if settings.match == "normalised" else raw_digest
 
-    def make() -> Keep:
-        seen: set[bytes] = set()
+    def make(bad: set[int]) -> Keep:
+        seen: dict[bytes, int] = {}
 
         def keep(row: Row) -> bool:
             key = digest(question_of(row.values or {}, columns))[:16]
-            if key in seen:
+            if key in seen and seen[key] not in bad:
                 return False
-            seen.add(key)
+            seen[key] = row.number
             return True
 
         return keep

@@ -191,6 +191,7 @@ class Rows:
                 made = convert(row)
                 digest.update(_canonical(row))
             except (BadRow, RecursionError) as bad:
+                pipeline.bad.add(row.number)
                 tally.note(row, bad if isinstance(bad, BadRow) else "its values are nested too deep")
                 if tally.hopeless:
                     break

@@ -97,6 +97,13 @@ def test_distinct(tmp_path: Path) -> None:
     assert kept(tmp_path, rows, {"kind": "distinct", "match": "exact"}) == [1, 2, 4]
 
 
+def test_a_bad_row_does_not_make_its_good_copy_a_repeat(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": "2 + 2", "answer": value} for value in (None, 4, 4)]
+    found = opened(tmp_path, rows, {"kind": "distinct"}, on_bad_row="drop")
+    assert [prompt.id for prompt in found.prompts()] == ["a/2"]
+    assert (found.reading.bad, found.reading.stages[0].dropped) == (1, 1)
+
+
 def test_not_in_other_data(tmp_path: Path) -> None:
     words = " ".join(f"w{n}" for n in range(20))
     (tmp_path / "held.jsonl").write_text(json.dumps({"problem": words, "answer": 1}) + "\n")
