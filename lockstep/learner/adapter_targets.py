@@ -32,6 +32,11 @@ class Chosen:
         return last if meant == set(self.layers) else sorted(self.layers)
 
 
+def trained_share(trained: int, frozen: int) -> str:
+    """Example: "4,884,480 of 139,399,488 parameters are trained (3.50%)"."""
+    return f"{trained:,} of {trained + frozen:,} parameters are trained ({trained / (trained + frozen):.2%})"
+
+
 def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
     """Return the linear layers that `targets` means. Raises ModelError if one matches none, or the head."""
     head = model.get_output_embeddings()

@@ -27,7 +27,7 @@ from lockstep.learner.adapter_start import (
     start_from_weights,
     start_of,
 )
-from lockstep.learner.adapter_targets import Chosen, choose_targets
+from lockstep.learner.adapter_targets import Chosen, choose_targets, trained_share
 from lockstep.learner.lora_experts import attach_to_experts
 from lockstep.models.nf4 import Nf4Linear
 from lockstep.models.stored import weights_of
@@ -118,12 +118,12 @@ def facts_of(model: torch.nn.Module) -> Facts | None:
 
 def describe(adapter: Adapter, model: torch.nn.Module) -> str:
     """Return a line for the log: the trained part, its scaling, and notes from attaching it."""
-    total = sum(
+    frozen = sum(
         p.numel() if p.is_floating_point() else weights_of(n, p.nbytes, packed=True)
         for n, p in model.named_parameters()
+        if not p.requires_grad
     )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    share = f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})"
+    share = trained_share(sum(p.numel() for p in model.parameters() if p.requires_grad), frozen)
     match adapter:
         case NoAdapter():
             return f"full training: {share}"

@@ -114,7 +114,7 @@ def adapter_lines(recipe: Recipe) -> list[str]:
     folder = None if recipe.model.trust_remote_code else config_folder(recipe.model)
     if folder is None:
         return [f"{recipe.adapter.kind}: its layers are not counted, since the model's config is not known here"]
-    from lockstep.learner.adapter_targets import choose_targets
+    from lockstep.learner.adapter_targets import choose_targets, trained_share
 
     try:
         shape = read_shape(folder)
@@ -128,7 +128,7 @@ def adapter_lines(recipe: Recipe) -> list[str]:
     return [
         f"{recipe.adapter.kind} of rank {rank} on {len(chosen.layers)} layers: {layers}",
         *([f"of rank {on_experts} on {shape.experts} experts of each layer"] if on_experts else []),
-        f"{added:,} of {shape.parameters:,} parameters are trained ({added / shape.parameters:.2%})",
+        trained_share(added, shape.parameters),
         *chosen.notes,
     ]
 

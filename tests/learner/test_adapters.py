@@ -122,7 +122,7 @@ def test_targets_may_name_one_layer_of_many():
 def test_what_is_trained_is_described_in_one_line():
     model = plain("llama-tied")
     total = sum(p.numel() for p in model.parameters())
-    assert describe(NoAdapter(), model) == f"full training: {total:,} of {total:,} parameters are trained (100.0%)"
+    assert describe(NoAdapter(), model) == f"full training: {total:,} of {total:,} parameters are trained (100.00%)"
     assert attach(model, NoAdapter(), seed=0) is model  # type: ignore[arg-type]
     adapter = Lora(rank=4, alpha=6, targets=["q_proj"])
     count = 2 * (4 * 64 + 64 * 4)

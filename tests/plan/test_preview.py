@@ -85,7 +85,7 @@ def test_a_built_in_model_that_was_converted_is_found(smollm2_dir: Path) -> None
 def test_adapters_are_counted_by_layer_as_the_learner_makes_them(tiny_model_dir: Path) -> None:
     import torch
 
-    from lockstep.learner.adapters import attach
+    from lockstep.learner.adapters import attach, describe
     from lockstep.models import load_model, resolve
 
     recipe = load(
@@ -99,7 +99,8 @@ def test_adapters_are_counted_by_layer_as_the_learner_makes_them(tiny_model_dir:
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     layers, parameters = adapter_lines(recipe)
     assert layers == "lora of rank 4 on 4 layers: 2 q_proj, 2 up_proj"
-    assert parameters.startswith(f"{count:,} of 115,008 parameters are trained")
+    assert parameters.startswith(f"{count:,} of {115_008 + count:,} parameters are trained")
+    assert describe(recipe.adapter, model).endswith(parameters), "the run's log says the same"
     assert adapter_lines(load([f"model.path={tiny_model_dir}", "task=reasoning_gym"])) == []
 
 
