@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from lockstep.api.run import path_text
 from lockstep.commands.compare import compare_pair, find_pairs, lines_of
 from lockstep.config.evaluate import Role
 from lockstep.errors import ConfigError
@@ -57,7 +58,7 @@ def evaluate(
     if role is not None and role not in get_args(Role):
         raise ConfigError([f"role={role}: no such set of items; there are {', '.join(get_args(Role))}"])
     recipes = [] if recipe is None else [os.fspath(recipe)]
-    found = find_target(os.fspath(target), recipes, overrides, step)
+    found = find_target(path_text(target), recipes, overrides, step)
     options = ScoreOptions(
         modes=lambda recipe, chosen: choose_modes(recipe, mode, chosen),
         sets=lambda recipe: choose_sets(recipe, role, items),
@@ -80,5 +81,5 @@ def compare(
 
     Measures nothing. Raises EvaluationError for scores that may not be compared.
     """
-    pairs, _ = find_pairs([os.fspath(one) for one in (a, b) if one is not None], all_steps=all_steps)
+    pairs, _ = find_pairs([path_text(one) for one in (a, b) if one is not None], all_steps=all_steps)
     return [ComparedScores(one, tuple(compare_pair(one, allow_mismatch, estimate))) for one in pairs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
-from lockstep.errors import MachineError
+from lockstep.errors import MachineError, RunDirectoryError
 from lockstep.evaluation.records import read_brief
 from lockstep.track.rollouts import RolloutRow, read_rollouts, rollout_steps
 from lockstep.track.rundir import RunDirectory
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
     from lockstep.api.figure import RunFigure
 
 
+def path_text(path: str | PathLike[str]) -> str:
+    """Return a path as text. Raises RunDirectoryError for one that no file can have."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            what, where = "no file or folder can have so long a name", os.fspath(path)[:100] + "…"
+            raise RunDirectoryError(what, where=where, fix="correct the path") from error
+    return os.fspath(path)
+
+
 class Run(os.PathLike[str]):
     """A run directory. Everything is read when it is asked for, so a run that is going on can be watched.
 
@@ -32,7 +44,7 @@ class Run(os.PathLike[str]):
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self._directory = RunDirectory.open(os.fspath(path))
+        self._directory = RunDirectory.open(path_text(path))
         self.path: Path = self._directory.path
 
     def __fspath__(self) -> str:

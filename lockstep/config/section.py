@@ -17,10 +17,22 @@ TAG = "kind"
 """The field that names the variant wherever a section has several."""
 
 Json: TypeAlias = str | int | float | bool | list[Any] | dict[str, Any] | None
-CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$")]
+
+
+def _place(text: str) -> str:
+    """Return a path with the user's folder for ~ at its beginning. Raises ValueError for one that no file can have."""
+    path = os.path.expanduser(text)  # noqa: PTH111  # a Path would lose ./, which makes a name a folder's
+    if path.startswith("~"):
+        raise ValueError(f"{path.split('/')[0]} is not a user of this machine; a folder called so is written ./~…")
+    if any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+        raise ValueError("the name of a file or folder has at most 255 bytes")
+    return path
+
+
+Place: TypeAlias = Annotated[str, AfterValidator(_place)]
+"""A file or folder; ~ at its beginning is the folder of the user."""
+CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$"), AfterValidator(_place)]
 """A function or class in a file of the user's: file.py:NAME."""
-Place: TypeAlias = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A folder; ~ at its beginning is that of the user."""
 
 
 def command_words(text: str) -> list[str]:

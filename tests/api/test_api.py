@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,12 @@ def test_the_frames_of_a_run(run: lockstep.Run):
         run.rollouts(9)
     with pytest.raises(RunDirectoryError, match="no such run directory"):
         lockstep.Run(run.path.parent / "nothing")
+
+
+@pytest.mark.parametrize("call", [lockstep.Run, lockstep.resume, lockstep.evaluate, lockstep.compare])
+def test_a_path_that_no_file_can_have_is_refused(call: Callable[[str], object]):
+    with pytest.raises(RunDirectoryError, match="no file or folder can have so long a name"):
+        call("a" * 300)
 
 
 def test_the_plot_is_a_picture_that_a_notebook_shows(run: lockstep.Run):

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lockstep.config.load import load
+from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -37,6 +40,22 @@ def test_one_setting_places_all_caches_before_anything_reads_them(tmp_path: Path
 def test_a_variable_of_the_environment_wins(tmp_path: Path) -> None:
     found = caches(tmp_path, LOCKSTEP_CACHE=f"{tmp_path}/own")
     assert found == [f"{tmp_path}/scratch/huggingface/hub", f"{tmp_path}/own"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.path=~nouser/x", "paths.checkpoints=~nouser/x", "runs_dir=~nouser/x", "task={kind: python, path: ~nouser/a.py:f}"],
+)
+def test_the_home_of_an_unknown_user_is_refused_by_its_setting(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"path|runs_dir") as caught:
+        load([setting])
+    assert "~nouser is not a user of this machine" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.path", "runs_dir", "warm_start"])
+def test_a_name_that_no_file_can_have_is_refused_by_its_setting(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: the name of a file or folder has at most 255 bytes"):
+        load([f"{name}=./{'é' * 130}"])
 
 
 def test_a_tilde_is_the_home_folder() -> None:
