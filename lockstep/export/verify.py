@@ -21,6 +21,8 @@ EXACT = 1e-4
 """Largest difference of a log-probability, in nats, of the same weights by two implementations in fp32."""
 FACTOR_MEAN, FACTOR_MAX = 2.0, 3.0
 """Tolerance for a rounded model, as a multiple of the difference measured under random rounding errors."""
+SECONDS = 7200.0
+"""Time to load and measure an export; the largest that fit a machine take minutes."""
 SAME = 1e-6
 """Mean difference from the base up to which the two count as equal."""
 Check: TypeAlias = Callable[[Request], Answer]
@@ -85,8 +87,8 @@ class Verified:
         )
 
 
-def in_fresh_process(request: Request) -> Answer:
-    """Ask `lockstep.export.check` in a process that has nothing of this one. Raises ExportError if it fails."""
+def in_fresh_process(request: Request, seconds: float = SECONDS) -> Answer:
+    """Ask `lockstep.export.check` in a process that has nothing of this one. Raises ExportError if it fails, or takes longer."""
     root = str(Path(lockstep.__file__).parents[1])
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
@@ -94,7 +96,16 @@ def in_fresh_process(request: Request) -> Answer:
         asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
         asked.write_text(json.dumps(to_json(request)), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "lockstep.export.check", str(asked), str(answered)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ExportError(
+                f"plain transformers has not read the exported folder in {seconds:g} seconds, and was ended",
+                where=request.folder,
+                fix="nothing was exported; try again where disk or device are faster",
+            ) from error
         if done.returncode or not answered.is_file():
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ExportError(

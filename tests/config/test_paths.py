@@ -44,7 +44,12 @@ def test_a_variable_of_the_environment_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["model.path=~nouser/x", "paths.checkpoints=~nouser/x", "runs_dir=~nouser/x", "task={kind: python, path: ~nouser/a.py:f}"],
+    [
+        "model.path=~nouser/x",
+        "paths.checkpoints=~nouser/x",
+        "runs_dir=~nouser/x",
+        "task={kind: python, path: ~nouser/a.py:f}",
+    ],
 )
 def test_the_home_of_an_unknown_user_is_refused_by_its_setting(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"path|runs_dir") as caught:

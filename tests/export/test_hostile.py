@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, ModelError
+from lockstep.errors import CheckpointError, ConfigError, ExportError, LockstepError, ModelError
 from lockstep.export.check import Request
 from lockstep.export.files import in_the_making, new_folder
 from lockstep.export.import_checkpoint import import_checkpoint
@@ -194,6 +194,12 @@ def test_an_empty_folder_is_taken_and_a_failure_leaves_it(tmp_path: Path) -> Non
     with in_the_making(tmp_path / "out") as folder:
         (folder / "whole").write_text("")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+def test_a_reader_that_never_ends_is_ended(good: Path) -> None:
+    with pytest.raises(ExportError, match=r"has not read the exported folder in 0\.2 seconds") as caught:
+        in_fresh_process(Request(str(good), "", "float32", "cpu", ((1, 2),), "a", ""), seconds=0.2)
+    assert caught.value.where == str(good)
 
 
 def test_a_users_file_with_the_name_of_a_module_is_not_imported(
