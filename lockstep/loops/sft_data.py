@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ from lockstep.track.rundir import RunDirectory
 from lockstep.types import Batch, Message, Metrics, Prompt, TokenIds, TrainSequence, spans
 
 SHOWN = 5
+PROGRAMS = re.compile(r"^\s+kind: (agent|verifiers)$", re.MULTILINE)
+"""A task whose programs write the prompts themselves."""
 PREFIX_SHARE = 0.125
 """Smallest share of a mean row at which a prefix common to all rows is processed once for all."""
 
@@ -33,6 +36,8 @@ class Sampled:
     trained: tuple[bool, ...]
     template_hash: str
     """Hash of the chat format that the prompt was rendered with."""
+    whole: bool
+    """True if prompt and reply can be rendered again: a question and one reply, not an episode of a program or of more turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,7 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         what = f"sft.rollouts.first_step={settings.first_step}, but the last step with replies is {stored[-1]}"
         raise DataError(what, where=settings.run, fix=f"set sft.rollouts.first_step to {stored[-1]} or less")
     template_hash = str(run.manifest().get("template_hash", ""))
+    programs = PROGRAMS.search(run.recipe_path.read_text(encoding="utf-8")) is not None
     rows = [row for step in reversed(steps) for row in read_rollouts(run, step)]
     fit = [
         row for row in rows if row.finish == "stop" and row.right is not None and (row.right or settings.keep == "all")
@@ -145,10 +151,12 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         Given(
             f"{row.prompt_id}/{number}",
             (*row.messages, Message(role="assistant", content=row.text)),
-            Sampled(row.prompt_ids, row.ids, row.trained, template_hash),
+            Sampled(part.prompt_ids, part.ids, part.trained, template_hash, not programs and all(part.trained)),
+            row.tools,
         )
         for kept in taken.values()
         for number, row in enumerate(kept)
+        for part in (row, *row.branches)
     ]
     which = "correct" if settings.keep == "right" else "scored"
     if not given:
@@ -273,9 +281,9 @@ class _Maker:
             self.verbatim += 1
             return sampled.prompt_ids + sampled.ids, (False,) * len(sampled.prompt_ids) + sampled.trained
         if sampled is not None:
-            if not all(sampled.trained):
+            if not sampled.whole:
                 raise ChatError(
-                    "an episode of several turns cannot be tokenised again for another chat format",
+                    "an episode of several turns, or of a program, cannot be tokenised again for another chat format",
                     fix="use the chat settings of the run that sampled it",
                 )
             self.again += 1

@@ -25,7 +25,7 @@ _LISTS = ("prompt_ids", "ids", "logprobs", "trained")
 FACTS = "facts"
 """Name in the column `metrics` under which a grader's texts are stored."""
 LEARNED = ("learner_logprobs", "entropies")
-LATER = (*LEARNED, "branches")
+LATER = (*LEARNED, "branches", "tools")
 """Columns that older runs do not have."""
 
 
@@ -79,6 +79,8 @@ class RolloutRow:
     """The learner's, of the trained tokens alone. Empty if it did not process the reply, or track.tokens is off."""
     entropies: tuple[float, ...] = ()
     """Entropies of the learner's distributions, stored as float16, of the same tokens."""
+    tools: str = ""
+    """Functions that the prompt shows, a JSON list of schemas."""
 
     @property
     def right(self) -> bool | None:
@@ -195,6 +197,7 @@ def _row(rollout: Rollout, advantage: float, learned: Mapping[TokenIds, Learned]
         "prompt_id": storable(rollout.prompt.id),
         "task": storable(rollout.prompt.task),
         "messages": dumps(rollout.prompt.messages),
+        "tools": storable(rollout.prompt.tools),
         "answer": storable(rollout.prompt.answer),
         "sample": rollout.sample,
         "prompt_ids": rollout.prompt_ids,
@@ -242,7 +245,7 @@ def _schema(without: Sequence[str] = ()) -> pa.Schema:
     }  # fmt: skip
     learned = {"learner_logprobs": pa.list_(pa.float32()), "entropies": pa.list_(pa.float16())}
     types = {
-        "prompt_id": text, "task": text, "messages": text, "answer": text, "sample": int32, "text": text, **lists,
+        "prompt_id": text, "task": text, "messages": text, "tools": text, "answer": text, "sample": int32, "text": text, **lists,
         "finish": text, "version": int64, "reward": pa.float64(), "error": text, "metrics": text, "extracted": text,
         "method": text, "advantage": pa.float64(),
         "branches": pa.list_(pa.struct(list((lists | {"text": text} | learned).items()))), **learned,

@@ -14,6 +14,8 @@ import yaml
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
 from lockstep.learner.learner import TorchLearner
+from lockstep.config.sft import Rollouts
+from lockstep.loops.sft_data import read_replies
 from lockstep.loops.start import start_run
 from lockstep.rollout.native import NativeEngine
 from lockstep.track.rollouts import read_rollouts
@@ -86,6 +88,10 @@ def test_a_program_that_rewrites_its_history_is_trained_token_for_token(
         for t in range(len(one.ids))
     )
     assert found == wanted
+    given, _ = read_replies(Rollouts(run=str(run.path), keep="all"))
+    parts = [part for row in rows for part in (row, *row.branches)]
+    assert {one.sampled.ids for one in given if one.sampled} == {part.ids for part in parts}
+    assert not any(one.sampled.whole for one in given if one.sampled), "another chat format cannot render its requests"
     (step,) = [step.metrics for step in read_metrics(run) if "env/turns" in step.metrics]
     assert step["env/turns"] == 12
     assert step["env/branches"] == 3

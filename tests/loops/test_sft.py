@@ -358,6 +358,19 @@ def test_replies_of_a_run_keep_their_ids(tmp_path: Path, tiny_model_dir: Path):
         assert parts.policy.chat.decode(one.prompt_ids).startswith("system\nso\n")
 
 
+def test_replies_in_another_chat_format_keep_the_tools_of_their_prompts(tmp_path: Path, tiny_model_dir: Path):
+    settings = runs.words(tmp_path, tiny_model_dir, RARELY.format(folder=tmp_path), runs.NO_EVAL)
+    look_up = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    data = tmp_path / "sums.jsonl"
+    rows = [json.loads(line) | {"tools": [look_up]} for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = start_run(load([*settings, "rollout={max_tokens: 24, stop: [e, i]}", "name=rl"])).path
+    section = f"sft={{data: null, rollouts: {{run: {path}, keep: all}}, validation_rows: 0, sequences_per_step: 1}}"
+    parts, found = built(sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, section, "chat.system=so"))
+    assert found.train
+    assert all("look_up" in parts.policy.chat.decode(one.prompt_ids) for one in found.train)
+
+
 def test_only_right_replies_are_learnt_from(tmp_path: Path, tiny_model_dir: Path):
     path = rl_run(tmp_path, tiny_model_dir)
     run = RunDirectory.open(path)
