@@ -185,7 +185,8 @@ class Agents:
             what = (
                 f"{episode.limits.limit} requests" if episode.out == "turns" else f"{self._sampling.max_tokens} tokens"
             )
-            return future.set_exception(SpentError(f"the episode's budget of {what} is used up"))
+            others = ", or kept for requests under way: give each its max_tokens" if reserved and left < 1 else ""
+            return future.set_exception(SpentError(f"the episode's budget of {what} is used up{others}"))
         digest = hashlib.blake2b(array("q", ask.prompt_ids).tobytes(), digest_size=16).hexdigest()
         tokens = min(ask.sampling.max_tokens, left, episode.limits.reply_tokens or left)
         seed = seed_for(episode.seed, digest, episode.same[digest])

@@ -13,8 +13,8 @@ import yaml
 
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
-from lockstep.learner.learner import TorchLearner
 from lockstep.config.sft import Rollouts
+from lockstep.learner.learner import TorchLearner
 from lockstep.loops.sft_data import read_replies
 from lockstep.loops.start import start_run
 from lockstep.rollout.native import NativeEngine

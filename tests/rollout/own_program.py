@@ -16,7 +16,7 @@ assert "SECRET" not in os.environ
 assert os.environ["OPENAI_BASE_URL"] == task["base_url"]
 
 
-def ask(text: str, limit: int = 6, **more: object) -> str:
+def ask(text: str, limit: int | None = 6, **more: object) -> str:
     body = {"model": task["model"], "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
     request = urllib.request.Request(
         f"{task['base_url']}/chat/completions",
@@ -80,6 +80,21 @@ if kind == "parallel":  # in an order that nobody knows
     for thread in threads:
         thread.join()
     print("\\boxed{7}")
+if kind == "unlimited":  # two requests at once, neither with a limit
+    refused: list[str] = []
+
+    def one(text: str) -> None:
+        try:
+            ask(text, None, ignore_eos=True)
+        except urllib.error.HTTPError as error:
+            refused.append(f"{error.code} {error.read().decode()}")
+
+    threads = [threading.Thread(target=one, args=(text,)) for text in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(*refused, "\\boxed{7}")
 if kind == "seeded":
     ask("one", temperature=0.1, seed=3)
     print("\\boxed{7}")

@@ -105,6 +105,18 @@ def test_a_program_reads_a_reply_while_it_is_sampled(tmp_path: Path, tiny_model_
     assert one.grade.extracted == one.text
 
 
+def test_parallel_requests_without_a_limit_share_a_budget_that_holds(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The first may use all that is left, so the second is refused while it runs; with reply_tokens there is room for both."""
+    task = built(tmp_path, "unlimited", result="reward", seconds=60)
+    (one,) = played(task, tiny_model_dir)["unlimited"]
+    assert (one.turns, one.sampled <= 60, one.finish) == (1, True, FinishReason.LENGTH)
+    assert "403" in str(one.grade.error)
+    assert "or kept for requests" in str(one.grade.error)
+    task = built(tmp_path, "unlimited", seconds=60, reply_tokens=20)
+    (one,) = played(task, tiny_model_dir)["unlimited"]
+    assert (one.turns, one.sampled <= 40, one.finish) == (2, True, FinishReason.STOP)
+
+
 def test_the_same_program_gives_the_same_rollouts_in_any_order_of_its_requests(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
