@@ -156,7 +156,7 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         )
         for kept in taken.values()
         for number, row in enumerate(kept)
-        for part in (row, *row.branches)
+        for part in row.rows
     ]
     which = "correct" if settings.keep == "right" else "scored"
     if not given:

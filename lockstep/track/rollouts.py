@@ -83,6 +83,11 @@ class RolloutRow:
     """Functions that the prompt shows, a JSON list of schemas."""
 
     @property
+    def rows(self) -> tuple[RolloutRow | StoredBranch, ...]:
+        """All rows of the episode."""
+        return (self, *self.branches)
+
+    @property
     def right(self) -> bool | None:
         """True if the reply is correct: its `correct` if there is one, else a reward of at least 1. None: unscored."""
         if self.reward is None:

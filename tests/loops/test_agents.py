@@ -89,7 +89,7 @@ def test_a_program_that_rewrites_its_history_is_trained_token_for_token(
     )
     assert found == wanted
     given, _ = read_replies(Rollouts(run=str(run.path), keep="all"))
-    parts = [part for row in rows for part in (row, *row.branches)]
+    parts = [part for row in rows for part in row.rows]
     assert {one.sampled.ids for one in given if one.sampled} == {part.ids for part in parts}
     assert not any(one.sampled.whole for one in given if one.sampled), "another chat format cannot render its requests"
     (step,) = [step.metrics for step in read_metrics(run) if "env/turns" in step.metrics]
