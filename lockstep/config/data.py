@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import CodePath, Json, Place, Section, ShortSection
+from lockstep.config.section import CodePath, Json, PathText, Section, ShortSection
 from lockstep.config.verifier import NumericVerifier, Verifier
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -114,7 +114,7 @@ class Tokens(_Filter):
     kind: Literal["tokens"] = "tokens"
     high: int = Field(ge=1)
     """Most tokens."""
-    model: Place = "smollm2-135m-instruct"
+    model: PathText = "smollm2-135m-instruct"
     """Model whose tokenizer counts."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import Place, Section
+from lockstep.config.section import PathText, Section
 
 Role: TypeAlias = Literal["train", "id_probe", "ood_probe", "sanity"]
 """Purpose of a set of items: trained on; like training; unlike training; too few to decide anything."""
@@ -142,7 +142,7 @@ class LmEvalSet(Section):
 
     name: str = Field(pattern=r"^[a-z0-9_-]+$")
     """Short name. Example: arc"""
-    path: Place
+    path: PathText
     """The task's YAML file, as lm-eval reads it. It may name functions of a Python file beside it, which then run."""
     metric: str = ""
     """The task's metric that counts, 0 or 1 for each item; empty takes its first. Example: acc_norm"""

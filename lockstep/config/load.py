@@ -70,7 +70,7 @@ def use_paths(recipe: Recipe) -> None:
     """Set the variables that name caches, before anything that reads them is imported; those that are set stay."""
     for name, folder in CACHES.items() if recipe.paths.cache else ():
         if not os.environ.get(name):
-            os.environ[name] = str(Path(recipe.paths.cache or "").absolute() / folder)
+            os.environ[name] = str(Path(recipe.paths.cache or "").expanduser().absolute() / folder)
 
 
 def require_task(recipe: Recipe, where: str = "") -> Recipe:

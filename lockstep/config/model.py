@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from lockstep.config.section import Place, Section
+from lockstep.config.section import PathText, Section
 
 
 class Model(Section):
     """The model to train."""
 
-    path: Place = Field(default="smollm2-135m-instruct", min_length=1)
+    path: PathText = Field(default="smollm2-135m-instruct", min_length=1)
     """A built-in name (smollm2-135m-instruct), a hub id (org/name), or a local folder."""
     revision: str | None = None
     """Hub branch, tag or commit; none takes the hub's default."""

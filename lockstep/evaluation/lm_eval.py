@@ -55,7 +55,7 @@ def task_file(settings: LmEvalSet) -> Path:
     where = f"eval.lm_eval, {settings.name}"
     if importlib.util.find_spec("lm_eval") is None:
         raise MachineError("lm-eval is not installed", where=where, fix="pip install 'lockstep-rl[lm-eval]'")
-    path = Path(settings.path)
+    path = Path(settings.path).expanduser()
     if not path.is_file():
         raise EvaluationError(f"there is no file {path}", where=where, fix="give the YAML file of an lm-eval task")
     return path

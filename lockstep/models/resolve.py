@@ -76,7 +76,7 @@ def resolve(model: Model) -> ResolvedModel:
             return ResolvedModel(builtin_folder(name), name, Source.BUILTIN, f"sha256:{BUILTINS[name].sha256}")
         case Source.FOLDER:
             _refuse_revision(model, "a local folder has none")
-            path = Path(name).absolute()
+            path = Path(name).expanduser().absolute()
             _refuse_non_folder(path)
             check_config(path, str(path), trust)
             check_weights(path, str(path))
@@ -90,7 +90,7 @@ def resolve(model: Model) -> ResolvedModel:
 def _source(name: str) -> Source:
     if name in BUILTINS:
         return Source.BUILTIN
-    if Path(name).exists() or name.startswith((os.sep, ".", "~")):
+    if Path(name).expanduser().exists() or name.startswith((os.sep, ".", "~")):
         return Source.FOLDER
     if HUB_ID.fullmatch(name):
         return Source.HUB

@@ -194,7 +194,7 @@ def folder_here(model: Model) -> Path | None:
     if model.path in BUILTINS:
         folder = builtin_place(model.path)
         return folder if (folder / "config.json").is_file() else None
-    folder = Path(model.path)
+    folder = Path(model.path).expanduser()
     if (folder / "config.json").is_file():
         return folder
     try:
@@ -207,7 +207,7 @@ def folder_here(model: Model) -> Path | None:
 def weights_here(model: Model) -> Path | None:
     """Return the folder of a model whose weights are on this machine; of a hub model a plan fetches config.json alone."""
     folder = folder_here(model)
-    if folder is None or model.path in BUILTINS or Path(model.path).exists():
+    if folder is None or model.path in BUILTINS or Path(model.path).expanduser().exists():
         return folder
     return folder if any(folder.glob("*.safetensors")) else None
 
