@@ -22,7 +22,7 @@ EXACT = 1e-4
 FACTOR_MEAN, FACTOR_MAX = 2.0, 3.0
 """Tolerance for a rounded model, as a multiple of the difference measured under random rounding errors."""
 SECONDS = 7200.0
-"""Time to load and measure an export; the largest that fit a machine take minutes."""
+"""Longest time that the check of an export may take: far more than reading its files does, so that it ends one that hangs."""
 SAME = 1e-6
 """Mean difference from the base up to which the two count as equal."""
 Check: TypeAlias = Callable[[Request], Answer]

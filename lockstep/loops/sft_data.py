@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,8 +20,8 @@ from lockstep.track.rundir import RunDirectory
 from lockstep.types import Batch, Message, Metrics, Prompt, TokenIds, TrainSequence, spans
 
 SHOWN = 5
-PROGRAMS = re.compile(r"^\s+kind: (agent|verifiers)$", re.MULTILINE)
-"""A task whose programs write the prompts themselves."""
+PROGRAMS = {"agent", "verifiers"}
+"""Kinds of tasks whose programs write the prompts themselves."""
 PREFIX_SHARE = 0.125
 """Smallest share of a mean row at which a prefix common to all rows is processed once for all."""
 
@@ -137,7 +136,9 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         what = f"sft.rollouts.first_step={settings.first_step}, but the last step with replies is {stored[-1]}"
         raise DataError(what, where=settings.run, fix=f"set sft.rollouts.first_step to {stored[-1]} or less")
     template_hash = str(run.manifest().get("template_hash", ""))
-    programs = PROGRAMS.search(run.recipe_path.read_text(encoding="utf-8")) is not None
+    task = run.settings().get("task") or {}
+    parts = [one["task"] for one in task["tasks"].values()] if task.get("kind") == "mixed" else [task]
+    programs = any(one.get("kind") in PROGRAMS for one in parts)
     rows = [row for step in reversed(steps) for row in read_rollouts(run, step)]
     fit = [
         row for row in rows if row.finish == "stop" and row.right is not None and (row.right or settings.keep == "all")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.parts import Parts
@@ -89,6 +90,7 @@ import signal
 from pathlib import Path
 
 import torch
+import yaml
 
 TRIGGER = Path(__file__).parent / "sigterm"
 
@@ -369,6 +371,12 @@ def test_replies_in_another_chat_format_keep_the_tools_of_their_prompts(tmp_path
     parts, found = built(sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, section, "chat.system=so"))
     assert found.train
     assert all("look_up" in parts.policy.chat.decode(one.prompt_ids) for one in found.train)
+    stored = RunDirectory.open(path)
+    of_file, of_programs = {"kind": "file", "verifier": {"kind": "verifiers"}}, {"kind": "agent"}
+    for task, whole_ones in ((of_file, True), ({"kind": "mixed", "tasks": {"shop": {"task": of_programs}}}, False)):
+        stored.recipe_path.write_text(yaml.safe_dump(stored.settings() | {"task": task}))
+        given, _ = read_replies(Rollouts(run=str(path), keep="all"))
+        assert {one.sampled.whole for one in given if one.sampled} == {whole_ones}
 
 
 def test_only_right_replies_are_learnt_from(tmp_path: Path, tiny_model_dir: Path):
