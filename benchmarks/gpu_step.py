@@ -101,7 +101,9 @@ def recipe_words(args: argparse.Namespace, folder: str) -> list[str]:
         "name=bench",
         f"runs_dir={folder}",
         f"model={{path: {args.model}, dtype: {'fp32' if args.cpu else 'bf16'}}}",
-        f"adapter={{kind: lora, rank: {RANK}, alpha: {2 * RANK}}}" if lora else "adapter={kind: none}",
+        f"adapter={{kind: lora, rank: {RANK}, alpha: {2 * RANK}, merged: {work.merged}}}"
+        if lora
+        else "adapter={kind: none}",
         f"task={{kind: python, path: {TASK}:BenchmarkTask, settings: {{prompts: {steps * size.prompts}}}}}",
         f"steps={steps}",
         f"prompts_per_step={size.prompts}",

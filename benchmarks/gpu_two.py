@@ -51,8 +51,8 @@ VARIANTS = {
 }
 """Settings that are compared on two GPUs, and the work that they do."""
 PARTS = (
-    "full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval", "gpt-oss",
-    *VARIANTS,
+    "full", "trl", "double", "lognormal", "lora", "lora-merged", "sft", "equal", "exchange", "runs", "runs-lora", "eval",
+    "gpt-oss", *VARIANTS,
 )  # fmt: skip
 PHASES = ("generate", "train", "sync", "grade")
 

@@ -22,6 +22,8 @@ class Work:
     tokens: int
     """Of the longest reply."""
     lora: bool = False
+    merged: bool = False
+    """With adapter.merged."""
     lognormal: bool = False
     prompts: int = 64
 
@@ -33,6 +35,7 @@ class Work:
 
 WORKS = {"full": Work(512), "long": Work(1024), "lora": Work(512, lora=True), "lognormal": Work(1024, lognormal=True)}
 WORKS["double"] = Work(512, prompts=128)
+WORKS["lora-merged"] = Work(512, lora=True, merged=True)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def floors_of(work: str, model: str, size: Size, *, offload: str = "") -> dict[s
 
 
 def title(work: str, size: Size) -> str:
-    kind = f"LoRA rank {RANK}" if WORKS[work].lora else "full training"
+    kind = f"LoRA rank {RANK}{', merged' if WORKS[work].merged else ''}" if WORKS[work].lora else "full training"
     reply = str(size.longest)
     if WORKS[work].lognormal:
         reply = f"log-normal, mean {sum(size.lengths) / size.replies:.0f}, at most {max(size.lengths)}"

@@ -76,6 +76,8 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return f"it was tested for {' and '.join(sorted(FAMILIES))}, not for {config.model_type}"
     if adapter.kind not in ("none", "lora") or getattr(adapter, "dora", False):
         return "it supports no adapter except plain LoRA"
+    if getattr(adapter, "merged", False):
+        return "it was not tested with adapter.merged"
     if (stored := getattr(adapter, "base", "full")) not in ("full", "mxfp4"):
         return f"the base is in {stored}"
     if numeric := next((recipe.numerics.of(phase) for phase in PHASES if recipe.numerics.of(phase)), ""):

@@ -76,6 +76,12 @@ class Lora(_Adapted):
     quarter of the memory, a slower, slightly different model, which is the one trained and sampled. mxfp4 keeps the experts of
     an MXFP4 checkpoint (gpt-oss) in four bits, 4.5 with their scales: the same model. Native engine only."""
 
+    merged: bool = False
+    """Compute with W + scaling · B·A, rounded to the weights' precision, in training, sampling and evaluation alike, and not with
+    the adapter's own products: rollouts take as long as in full training, and vLLM has exactly the learner's weights. As in full
+    training, a change of a bf16 weight counts once it is half a unit of its last place. It takes a second set of the adapted
+    weights. Adapters on experts stay apart."""
+
     @property
     def scaling(self) -> float:
         """The factor on B·A."""
@@ -107,6 +113,10 @@ class Lora(_Adapted):
         if self.base == "nf4" and (self.init in RESIDUAL_INITS or self.dora):
             what = "dora" if self.dora else f"init={self.init}"
             raise ValueError(f"{what} is made from weights in full precision; with base=nf4 leave it out")
+        if self.merged and (self.base == "nf4" or self.dora):
+            raise ValueError(
+                f"merged cannot be combined with {'dora' if self.dora else 'base=nf4'}; leave one of the two out"
+            )
         return self
 
 
@@ -139,12 +149,14 @@ def vllm_refuses(adapter: Adapter) -> str:
 
 
 def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
-    """Return why a base in four bits cannot be quantised once more; "" if no phase asks for it."""
+    """Return why a base in four bits, or merged weights, cannot be quantised; "" if no phase asks for it."""
     asked = next((numeric for numeric in numerics if numeric), "")
     if asked and isinstance(adapter, Lora) and adapter.base == "nf4":
         return (
             f"{asked} quantises linear layers, which adapter.base=nf4 has packed in 4 bits already; set one of the two"
         )
+    if asked and isinstance(adapter, Lora) and adapter.merged:
+        return f"{asked} quantises the base alone, and adapter.merged has one weight for base and adapter; set one of the two"
     return ""
 
 

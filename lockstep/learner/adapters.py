@@ -29,6 +29,7 @@ from lockstep.learner.adapter_start import (
 )
 from lockstep.learner.adapter_targets import Chosen, choose_targets, trained_share
 from lockstep.learner.lora_experts import attach_to_experts
+from lockstep.models.merged_weights import MergedWeight
 from lockstep.models.nf4 import Nf4Linear
 from lockstep.models.stored import weights_of
 from lockstep.models.weights import clean_name, named_weights
@@ -93,6 +94,10 @@ def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | Non
         notes.append(start_from_weights(attached, adapter, adapter.init, base.fingerprint))
     if isinstance(adapter, Lora) and adapter.base == "nf4":
         notes.append(_pack_base(attached))
+    if isinstance(adapter, Lora) and adapter.merged:
+        for layer in lora_layers(attached).values():
+            layer.merged_weight = MergedWeight(layer)
+        notes.append("computes with base and adapter merged, rounded to the weights' precision")
     begun = start is not None or any(start_of(layer) for layer in lora_layers(attached).values())
     reference = {name: tensor.clone() for name, tensor in trained_tensors(attached)} if begun else None
     setattr(attached, _FACTS, Facts(base, tuple(notes), reference))

@@ -23,6 +23,7 @@ from lockstep.learner.ranks import Ranks, deal
 from lockstep.learner.recompute import set_recompute
 from lockstep.learner.value_head import CriticShare, ValueHead, ValueTraining, critic_metrics
 from lockstep.models.fused_layers import fuse_layers
+from lockstep.models.merged_weights import merged_of
 from lockstep.models.routing import Routing, follow_routes
 from lockstep.models.weights import clean_name
 from lockstep.types import Batch, Metrics, TrainSequence
@@ -90,7 +91,7 @@ class TorchCritic:
         ranks: Ranks | None = None,
         routed: nn.Module | None = None,
     ) -> None:
-        self.decoder, self._training = decoder, training
+        self.decoder, self._training, self._merged = decoder, training, merged_of(decoder)
         """The decoder. Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
         self.trainable = training.trained
         """Parameters that an update of the critic alone changes, by name: value_head.weight, value_head.bias, an own
@@ -155,7 +156,10 @@ class TorchCritic:
                 packed = repack(chunks[self._rank])
                 splits += run_or_halve(packed, run, repack, lambda: list(optimizer.collected))
             optimizer.exchange(len(chunks))
-        return replace(self._training.step(), splits=splits)
+        share = self._training.step()
+        for merged in self._merged:
+            merged.forget()
+        return replace(share, splits=splits)
 
     # --- state ----------------------------------------------------------------------------------------------------
     def weights(self) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from lockstep.models.attention import prepare_layers
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.heads import Head, head_of, token_logprobs
 from lockstep.models.host import on_device
+from lockstep.models.merged_weights import merged_of
 from lockstep.models.routing import Routing, follow_routes
 from lockstep.models.weights import clean_name, frozen_names, named_weights
 from lockstep.noise.apply import require_clean
@@ -109,7 +110,7 @@ class TorchLearner:
         if exact.line():
             self.notes = (*self.notes, exact.line())
         set_recompute(base.get_decoder(), self.execution.recompute)
-        self.numerics = settle(model, recipe.numerics)
+        self.numerics, self._merged = settle(model, recipe.numerics), merged_of(model)
         if reference is not None:
             settle(reference, recipe.numerics)
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
@@ -198,6 +199,8 @@ class TorchLearner:
         with memory_for_step(f"optimizer step {self.optimizer_step}"):
             outcome = self.optimizer.step(lr)
         self.numerics.changed()
+        for merged in self._merged:
+            merged.forget()
         self.optimizer_step += 1
         self._count_skip(outcome.skipped, outcome.norm)
         self.version += 1

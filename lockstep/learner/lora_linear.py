@@ -9,6 +9,8 @@ The native engine stores an adapter's up matrix beside its weight (rollout/paged
 each other. On a GPU such layers together then compute [x, s x Aᵀ] [W, B]ᵀ, with B zero outside of each layer's own rows and
 columns, and in the backward pass the gradients of both inputs in one matrix multiplication, so that the long outputs are written
 and read once. A single layer does so if it has more outputs than inputs, or if numerics.exact asks for it.
+
+With adapter.merged the weights have their adapters merged in (models/merged_weights.py), and no product of its own is added.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
 from lockstep.models import exact
+from lockstep.models.merged_weights import ADAPTER, MergedWeight, joined_merged
 from lockstep.models.one_input import adjacent, bias_of, is_hooked, side_by_side
 from lockstep.numerics.apply import operands
 
@@ -33,6 +36,8 @@ class LoraLinear(Linear):
         if parts is None or args or kwargs:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
+        if parts.merged is not None:
+            return _with_merged([parts], [parts.merged], x)[0]
         used = operands(parts.base, x)
         used_x, weight = (x, parts.base.weight) if used is None else used
         if x.is_cuda and used is None and (weight.shape[0] > weight.shape[1] or exact.enabled()):
@@ -50,6 +55,10 @@ class LoraLinear(Linear):
     def together(layers: Sequence[LoraLinear], x: Tensor) -> tuple[Tensor, ...] | None:
         """Return the outputs of layers with one input; None if one of them needs PEFT's own pass, or another memory."""
         parts = [layer._parts() for layer in layers]
+        whole = [one for one in parts if one is not None]
+        merged = [one.merged for one in whole if one.merged is not None]
+        if len(merged) == len(layers) and not any(map(is_hooked, layers)):
+            return _with_merged(whole, merged, x)
         found = [one for one in parts if one is not None and operands(one.base, x) is None]
         alike = len({one.scaling for one in found}) == 1 and not any(map(is_hooked, layers))
         return _wide(found, x) if x.is_cuda and len(found) == len(layers) and alike else None
@@ -71,7 +80,10 @@ class LoraLinear(Linear):
             and up is not None
             and down.dtype == base.weight.dtype
         )
-        return _Parts(base, down, up, self.scaling[name]) if plain else None  # type: ignore[arg-type]
+        if not plain:
+            return None
+        merged = self.__dict__.get("merged_weight") if name == ADAPTER else None  # an opponent's adapter is not merged
+        return _Parts(base, down, up, self.scaling[name], merged)  # type: ignore[arg-type]
 
 
 class _Parts(NamedTuple):
@@ -81,6 +93,7 @@ class _Parts(NamedTuple):
     a: torch.nn.Parameter
     b: torch.nn.Parameter
     scaling: float
+    merged: MergedWeight | None = None
 
 
 class _FusedLora(torch.autograd.Function):
@@ -163,6 +176,57 @@ def _wide(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...] | None:
     x_TI, scaling = x.reshape(-1, x.shape[-1]), parts[0].scaling
     found = function.apply(x_TI, free, wide_OY, bias_O, down_RI, scaling, *sizes, *downs, *ups)
     return tuple(one.view(*x.shape[:-1], -1) for one in found)
+
+
+def _with_merged(parts: Sequence[_Parts], merged: Sequence[MergedWeight], x: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs of layers with one input and one scaling, whose weights have their adapters merged in."""
+    downs, ups = [one.a for one in parts], [one.b for one in parts]
+    sizes = tuple(up.shape[0] for up in ups), tuple(up.shape[1] for up in ups)
+    bias_O, joins = bias_of([one.base for one in parts])
+    if not joins or len({one.scaling for one in parts}) > 1:
+        return tuple(_with_merged([one], [weight], x)[0] for one, weight in zip(parts, merged, strict=True))
+    function: Any = MergedLora
+    x_TI, weight_OI = x.reshape(-1, x.shape[-1]), joined_merged(merged)
+    found = function.apply(x_TI, weight_OI, bias_O, parts[0].scaling, *sizes, *downs, *ups)
+    return tuple(one.view(*x.shape[:-1], -1) for one in found)
+
+
+class MergedLora(torch.autograd.Function):
+    """A function of x with weights that have their adapters merged in: y = x (W + s B A)ᵀ + b. The gradients of A and B are those
+    of the sum before it is rounded.
+
+    Legend as for WideLora.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        scaling: float,
+        outputs: tuple[int, ...],
+        ranks: tuple[int, ...],
+        *adapters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the output of each layer. `adapters`: the matrices that gradients go to, all A and then all B."""
+        ctx.save_for_backward(x_TI, weight_OI, *adapters)
+        ctx.scaling, ctx.outputs, ctx.ranks = scaling, outputs, ranks
+        found: tuple[Tensor, ...] = torch.nn.functional.linear(x_TI, weight_OI, bias_O).split(outputs, 1)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight_OI, *adapters = ctx.saved_tensors
+        downs, ups = adapters[: len(grads)], adapters[len(grads) :]
+        grad_TO = side_by_side(grads)
+        grad_x_TI = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        down_RI = adjacent(downs)
+        down_TR = (x_TI @ (torch.cat(downs) if down_RI is None else down_RI).T) * ctx.scaling
+        parts = list(zip(grad_TO.split(ctx.outputs, 1), ups, down_TR.split(ctx.ranks, 1), strict=True))
+        grad_down_TR = torch.cat([grad_To @ up_or for grad_To, up_or, _ in parts], 1) * ctx.scaling
+        grad_downs = (grad_down_TR.T @ x_TI).split(ctx.ranks)
+        return grad_x_TI, *[None] * 5, *grad_downs, *(grad_To.T @ down_Tr for grad_To, _, down_Tr in parts)
 
 
 class WideLora(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""Adapters on the experts of a mixture: one pair of low-rank matrices for each expert and each of its two products.
+"""Adapters on the experts of a mixture: one pair of low-rank matrices for each expert and each of its two products. And the sum
+of a weight and its adapter, for experts or any other layer.
 
 They are modules inside of the experts' own module: `experts.gate_up_adapter` and `experts.down_adapter`. Their matrices lie as
 the base's do, so that their product has the base's shape: gpt-oss has inputs before outputs, others outputs before inputs.
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lockstep.errors import SyncError
 from lockstep.models.known import kind_of_experts
 
 SUFFIX = "_adapter"
@@ -65,3 +67,32 @@ def base_of(layer: str) -> str:
     """Return the parameter that an adapter of this name changes. Example: experts.down_adapter → experts.down_proj"""
     ours = layer.endswith(tuple(f".experts.{name}" for name in ADAPTERS.values()))
     return f"{layer.removesuffix(SUFFIX)}_proj" if ours else f"{layer}.weight"
+
+
+@torch.no_grad()
+def merge(
+    name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: float, length_O: Tensor | None = None,
+    out_OX: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return base + scaling · up·down in fp32, rounded to the base's dtype; the inputs are not changed. O outputs, X inputs, R
+    rank.
+
+    With `length_O` (DoRA) each row of the sum is scaled to that length. Matrices of experts are merged one expert at a time. The
+    sum is written to `out_OX` if it is given.
+    """
+    if base_OX.ndim == 3 and len(base_OX) == len(down_RX) == len(up_OR):
+        first, second = (up_OR, down_RX) if is_transposed(down_RX) else (down_RX, up_OR)
+        sum_EOX = torch.empty_like(base_OX)
+        for expert, made_OX in enumerate(sum_EOX):
+            merge(name, base_OX[expert], first[expert], second[expert], scaling, out_OX=made_OX)
+        return sum_EOX
+    if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
+        raise SyncError(
+            f"adapter matrices of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} do not fit a weight of {tuple(base_OX.shape)}",
+            where=name,
+            fix="give learner and engine the same model and adapter",
+        )
+    sum_OX = torch.addmm(base_OX.float(), up_OR.float(), down_RX.float(), alpha=scaling)
+    if length_O is not None:
+        sum_OX *= (length_O.float() / torch.linalg.vector_norm(sum_OX, dim=1))[:, None]
+    return sum_OX.to(base_OX.dtype) if out_OX is None else out_OX.copy_(sum_OX)

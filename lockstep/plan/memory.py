@@ -123,6 +123,7 @@ def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tu
     here = 0 if inputs.offload else 1
     terms = [Term("weights", weights + element * inputs.added), Term("fp32 masters", here * inputs.masters)]
     terms += [Term(name, weights + element * inputs.added) for name in inputs.copies]
+    terms += [Term("merged weights", float(element * inputs.merged))] if inputs.merged else []
     state = [Term("moments", here * inputs.state_bytes * inputs.owned)]
     if inputs.trainers:  # learner.sharded keeps these from the start
         state += [
@@ -228,9 +229,9 @@ def optimizer_terms(inputs: MemoryInputs) -> tuple[Term, ...]:
 
 
 def sync_terms(inputs: MemoryInputs) -> tuple[Term, ...]:
-    """Fingerprints; for an engine that is sent merged weights, one matrix of those in fp32, and one stack of experts."""
+    """Fingerprints; where adapters are merged into weights, one matrix of those in fp32, and one stack of experts."""
     proof = Term("fingerprints", PROOF_BYTES[inputs.device])
-    if not (inputs.added and inputs.engine == "vllm"):
+    if not (inputs.added and inputs.engine == "vllm") and not inputs.merged:
         return (proof,)
     largest = max((linear.parameters for linear in inputs.shape.linears), default=0)
     experts = (

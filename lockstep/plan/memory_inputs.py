@@ -63,6 +63,8 @@ class MemoryInputs:
     """SFT only: tokens of the longest training row; prompt and response then describe the evaluations."""
     packed: int = 0
     """Frozen parameters that are kept in 4 bits."""
+    merged: int = 0
+    """Parameters of layers that are kept with their adapters merged in, too: each set of them counts."""
     step_work: float = 0.0
     """Bytes that an optimizer step works with, beside gradients and state."""
     trainers: int = 0
@@ -180,6 +182,7 @@ def memory_inputs_of(
         trained=added if rank else shape.parameters,
         added=added,
         packed=packed,
+        merged=merged_parameters(recipe, shape, own_engine="engine's weights" in copies),
         state_bytes=state_bytes(recipe, shape),
         copies=tuple(copies),
         critic=critic.backbone if critic else "none",
@@ -305,6 +308,16 @@ def packed_parameters(adapter: Adapter, shape: ModelShape) -> int:
     if adapter.base == "mxfp4":
         return shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate
     return shape.layers * sum(linear.inputs * linear.outputs for linear in targeted(adapter.targets, shape))
+
+
+def merged_parameters(recipe: Recipe, shape: ModelShape, *, own_engine: bool) -> int:
+    """Parameters of layers that are kept with their adapters merged in, too, by the learner, a native engine with weights of its
+    own, and a critic with a backbone of its own."""
+    adapter, critic = recipe.adapter, recipe.algorithm.critic
+    if not isinstance(adapter, Lora) or not adapter.merged:
+        return 0
+    sets = 1 + (own_engine and recipe.rollout.engine == "native") + (critic is not None and critic.backbone == "own")
+    return sets * shape.layers * sum(linear.inputs * linear.outputs for linear in targeted(adapter.targets, shape))
 
 
 def targeted(targets: Targets, shape: ModelShape) -> list[Linear]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lockstep.errors import EngineError
+from lockstep.models.merged_weights import merged_of
 from lockstep.numerics.apply import ModelNumerics, numerics_of
 from lockstep.rollout.requests import check_clean, check_settled
 from lockstep.types import Forward, ForwardReport
@@ -22,7 +23,7 @@ class Computation:
     def __init__(self, model: nn.Module) -> None:
         self.forward = Forward()
         self.numerics: ModelNumerics = numerics_of(model)
-        self._model = model
+        self._model, self._merged = model, merged_of(model)
         self._noise: NoisyNorms | None = None
 
     def set(self, forward: Forward, open_requests: int) -> ForwardReport:
@@ -53,6 +54,17 @@ class Computation:
     def require_clean(self, what: str) -> None:
         """Raise EngineError while noise is on: weights cannot be loaded, proven or saved then."""
         check_clean(self.forward, what)
+
+    def loaded(self) -> None:
+        """Make the merged weights again before they are read: the weights are new, and torch may not have counted the writes."""
+        for merged in self._merged:
+            merged.forget()
+
+    def refresh(self) -> None:
+        """Update what is made of the weights in place, for captured steps."""
+        self.numerics.refresh(self.forward.numerics)
+        for merged in self._merged:
+            merged.weight()
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context that each pass of the model runs in."""

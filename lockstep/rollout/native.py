@@ -151,6 +151,7 @@ class NativeEngine:
         check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
+        self._computation.loaded()
         self._forget()
         self.version = version
 

@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from lockstep.errors import SyncError
-from lockstep.models.low_rank import base_of, is_transposed
+from lockstep.models.low_rank import base_of, merge
 from lockstep.types import Batch, Learner, Loss, Metrics, TokenIds, WeightStream
 
 DOWN, UP, SCALING, LENGTH = ".lora_A", ".lora_B", ".lora_scaling", ".lora_magnitude_vector"
@@ -42,38 +39,10 @@ def merged(weights: WeightStream) -> WeightStream:
     for name, tensor in tensors.items():
         layer = adapted.get(name, "")
         if layer:
-            factors = tensors[layer + DOWN], tensors[layer + UP], tensors[layer + SCALING]
+            factors = tensors[layer + DOWN], tensors[layer + UP], float(tensors[layer + SCALING].item())
             yield name, merge(name, tensor, *factors, tensors.get(layer + LENGTH))
         elif not name.endswith(parts):
             yield name, tensor
-
-
-@torch.no_grad()
-def merge(
-    name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: Tensor, length_O: Tensor | None = None
-) -> Tensor:
-    """Return base + scaling · up·down in fp32, rounded to the base's dtype; the inputs are not changed. O outputs, X inputs, R
-    rank.
-
-    With `length_O` (DoRA) each row of the sum is scaled to that length. Matrices of experts are merged one expert at a time.
-    """
-    if base_OX.ndim == 3 and len(base_OX) == len(down_RX) == len(up_OR):
-        first, second = (up_OR, down_RX) if is_transposed(down_RX) else (down_RX, up_OR)
-        sum_EOX = torch.empty_like(base_OX)
-        for expert, out_OX in enumerate(sum_EOX):
-            out_OX.copy_(merge(name, base_OX[expert], first[expert], second[expert], scaling))
-        return sum_EOX
-    if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
-        raise SyncError(
-            f"adapter matrices of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} do not fit a weight of {tuple(base_OX.shape)}",
-            where=name,
-            fix="give learner and engine the same model and adapter",
-        )
-    delta_OX = up_OR.float() @ down_RX.float()
-    sum_OX = torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item()))
-    if length_O is not None:
-        sum_OX *= (length_O.float() / torch.linalg.vector_norm(sum_OX, dim=1))[:, None]
-    return sum_OX.to(base_OX.dtype)
 
 
 def merged_names(frozen: frozenset[str], names: frozenset[str]) -> frozenset[str]:

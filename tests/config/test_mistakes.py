@@ -196,6 +196,12 @@ def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[st
             ["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"],
             "update.epochs applies to loop=rl only",
         ),
+        (
+            ["adapter={kind: lora, merged: true, dora: true}"],
+            "merged cannot be combined with dora; leave one of the two out",
+        ),
+        (["adapter={kind: lora, merged: true, base: nf4}"], "merged cannot be combined with base=nf4"),
+        (["adapter={kind: lora, merged: true}", "numerics.train=nvfp4-w4a16"], "has one weight for base and adapter"),
         (["adapter={kind: lora, base: nf4}", "numerics.train=nvfp4-w4a4"], "nvfp4-w4a4 quantises linear layers, which"),
         (["adapter={kind: lora, base: nf4}", "numerics.eval=mxfp4-w4a16"], "has packed in 4 bits already"),
         (['rollout.stop=[""]'], "rollout.stop.0"),

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import Lora, Recipe
 from lockstep.errors import CheckpointError, LearnerError
+from lockstep.learner.adapters import attach
 from lockstep.learner.critic import TorchCritic, build_critic
+from lockstep.models.merged_weights import merged_of
 from lockstep.types import Batch, TrainSequence
 from tests.learner.batches import make_batch
 from tests.learner.critics import (
@@ -28,7 +30,7 @@ from tests.learner.critics import (
     valued,
     with_head,
 )
-from tests.learner.models import plain
+from tests.learner.models import plain, twin
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -61,6 +63,23 @@ def test_every_value_is_zero_before_the_first_update(kind: str, backbone: str):
     assert {t.dtype for t in head.values()} == {torch.float32}, "the head is wide whatever the model is"
     critic.update(batch)
     assert all(v != 0 for row in critic.values(make_batch(masked=False).sequences) for v in row)
+
+
+def test_a_critic_computes_with_its_own_adapter_merged_as_it_is_after_an_update():
+    given = recipe("lora").model_copy(update={"adapter": Lora(rank=4, merged=True)})
+    model = attach(twin(plain("llama-tied")), given.adapter, seed=0)
+    critic, batch = build_critic(model, given), valued(make_batch(old=False, ref=False))
+    own, policys = merged_of(critic.decoder), [one.weight().clone() for one in merged_of(model)]
+    assert len(own) == len(policys) == 14
+    critic.values(batch.sequences)
+    for _ in range(2):  # the head begins with zeros, which pass no gradient on
+        critic.update(batch)
+    made = [one.weight().clone() for one in own]
+    for one in own:
+        one.forget()
+    assert all(torch.equal(one.weight(), right) for one, right in zip(own, made, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(made, policys, strict=True))
+    assert all(torch.equal(one.weight(), right) for one, right in zip(merged_of(model), policys, strict=True))
 
 
 def test_adapters_of_the_policy_are_in_the_values():

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import DoesNotFitError
+from lockstep.models.merged_weights import merged_of
 from lockstep.plan import memory, memory_inputs
 from lockstep.plan.activations import STREAM, Layers, Recompute, per_token
 from lockstep.plan.choice import plan_memory
@@ -43,9 +44,8 @@ def terms(inputs: MemoryInputs, phase: str, sizes: Sizes = Sizes(16384, "none", 
 def update_peak(model: Any, recipe: Any, batch: Batch) -> float:
     """Bytes at the worst moment of the second update, when moments exist."""
     _, learner = learners.learner(model, recipe)  # built outside: what it holds is added below
-    held = sum(t.nbytes for t in learner.optimizer.tensors().values()) + sum(
-        p.nbytes for p in learner.model.parameters()
-    )
+    weights = [*learner.model.parameters(), *(one.tensor for one in merged_of(learner.model))]
+    held = sum(t.nbytes for t in (*learner.optimizer.tensors().values(), *weights))
     with LiveBytes() as live:
         learner.update(batch, learners.loss)
         live.peak = live.now
@@ -63,6 +63,7 @@ def update_peak(model: Any, recipe: Any, batch: Batch) -> float:
         (torch.bfloat16, "full", "", False),
         (torch.bfloat16, "full", learners.LORA, True),
         (torch.float32, "none", learners.LORA, False),
+        (torch.bfloat16, "none", learners.LORA.replace("}", ", merged: true}"), False),
         (torch.float32, "full", "", True),
     ],
 )

@@ -62,7 +62,7 @@ def syncing(model: nn.Module) -> CopySync:
 def test_by_hand():
     base = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     up, down = torch.tensor([[1.0], [0.0], [-1.0]]), torch.tensor([[10.0, 20.0]])
-    found = merge("w", base, down, up, torch.tensor([0.5], dtype=torch.float64))
+    found = merge("w", base, down, up, 0.5)
     assert found.tolist() == [[6.0, 12.0], [3.0, 4.0], [0.0, -4.0]]
     assert base.tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "the base stays clean"
 
@@ -74,7 +74,7 @@ def test_the_sum_is_made_in_fp32_and_rounded_once():
         torch.randn(8, 48).bfloat16(),
         (0.01 * torch.randn(64, 8)).bfloat16(),
     )
-    found = merge("w", base, down, up, torch.tensor([1.5]))
+    found = merge("w", base, down, up, 1.5)
     exact = base.double() + 1.5 * up.double() @ down.double()
     nearest = exact.float().bfloat16()
     assert found.dtype == torch.bfloat16
@@ -86,7 +86,7 @@ def test_the_sum_is_made_in_fp32_and_rounded_once():
 def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...]):
     base, down, up = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(SyncError, match="adapter matrices of"):
-        merge("w", base, down, up, torch.tensor([1.0]))
+        merge("w", base, down, up, 1.0)
 
 
 # --- a model --------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_the_control_falsifies_a_merged_tensor():
 def test_a_row_gets_its_trained_length():
     """[3, 4] + 0.5 · 2 · [0, 0] is of length 5 and becomes one of length 10; [0, 2] becomes one of length 1."""
     base, up, down = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0, 1.0]])
-    found = merge("w", base, down, up, torch.tensor([0.5]), torch.tensor([10.0, 1.0]))
+    found = merge("w", base, down, up, 0.5, torch.tensor([10.0, 1.0]))
     assert found.tolist() == [[6.0, 8.0], [0.0, 1.0]]
 
 

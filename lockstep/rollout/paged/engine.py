@@ -156,6 +156,7 @@ class PagedEngine:
         self._computation.require_clean(f"weights {version} arrived")
         self.forget()
         load_weights(self._model, weights)
+        self._computation.loaded()
         self.version = version
 
     def weights(self) -> WeightStream:
@@ -223,8 +224,8 @@ class PagedEngine:
         return self._rows
 
     def _rebind(self) -> None:
-        """Drop captured steps if an address or an adapter's scaling in them has changed; update quantised weights in place."""
-        self._computation.numerics.refresh(self.forward.numerics)
+        """Drop captured steps if an address or an adapter's scaling in them changed; update what is made of weights in place."""
+        self._computation.refresh()
         bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
         bound += tuple(factor for factors in self._scalings for factor in factors.values())
         if bound != self._bound:

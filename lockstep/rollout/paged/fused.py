@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lockstep.errors import EngineError
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind, kind_of_layer
+from lockstep.models.merged_weights import joined_merged
 from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
@@ -298,6 +299,10 @@ def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tens
     plain = [_plain(linear) for linear in linears]
     weights = [p.weight for p in plain]
     bias = None if plain[0].bias is None else joined([p.bias for p in plain], names, fused)
+    merged = [linear.merged_weight for linear in linears if hasattr(linear, "merged_weight")]
+    if merged:
+        joined([linear.lora_A["default"].weight for linear in linears], names, fused)  # for the gradients in training
+        return _Matrix(tuple(plain), joined_merged(merged), bias, None)
     if not hasattr(linears[0], "lora_A"):
         return _Matrix(tuple(plain), joined(weights, names, fused), bias, None)
     down = joined([linear.lora_A["default"].weight for linear in linears], names, fused)

@@ -1,0 +1,62 @@
+"""The weight of a layer with its adapter merged in, which the learner and the native engine both compute with (adapter.merged).
+
+It is W + scaling · B·A in fp32, rounded once to W's precision, in memory of its own. It is made again from the frozen W when A or
+B change, so that roundings never add up: the sum of a frozen W and an adapter in fp32 is to this weight what an fp32 master is to
+a bf16 weight in full training.
+
+Legend: O outputs, X inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.low_rank import merge
+from lockstep.models.one_input import adjacent
+
+ADAPTER = "default"
+
+
+class MergedWeight:
+    """The merged weight of one of PEFT's LoRA layers. `tensor` stays in its place, so that captured graphs may read it."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.tensor: Tensor = torch.empty_like(layer.base_layer.weight, memory_format=torch.contiguous_format)
+        self._made_of: tuple[object, ...] = ()
+
+    def weight(self) -> Tensor:
+        """Return it for the present W, A and B, [O, X]."""
+        layer = self._layer
+        base, down, up = layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        scaling = layer.scaling[ADAPTER]
+        made_of = (scaling, *((part.data_ptr(), part._version) for part in (base, down, up)))
+        if made_of != self._made_of:
+            merge("", base.detach(), down.detach(), up.detach(), scaling, out_OX=self.tensor)
+            self._made_of = made_of
+        return self.tensor
+
+    def forget(self) -> None:
+        """Make it again before it is read next. Call it after writes that torch does not count, as those of fused optimizers."""
+        self._made_of = ()
+
+
+def merged_of(model: nn.Module) -> list[MergedWeight]:
+    """Return the merged weights of a model's layers."""
+    found = (module.__dict__.get("merged_weight") for module in model.modules())
+    return [one for one in found if isinstance(one, MergedWeight)]
+
+
+def joined_merged(parts: Sequence[MergedWeight]) -> Tensor:
+    """Return the merged weights of layers with one input as one tensor, of which they become parts."""
+    tensors = [part.weight() for part in parts]
+    whole = adjacent(tensors)
+    if whole is None:
+        whole = torch.cat(tensors)
+        for part, tensor in zip(parts, whole.split([len(one) for one in tensors]), strict=True):
+            part.tensor = tensor
+    return whole
