@@ -32,6 +32,7 @@ from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.decoder import context_of
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.known import has_experts
+from lockstep.models.merged_weights import merged_of
 from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.noise.targets import find_targets
 from lockstep.numerics.apply import numerics_of
@@ -180,6 +181,7 @@ def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
         frozen=frozen_names(policy.model),
         transport="copy" if recipe.weight_transport in ("copy", "ipc") else "shared",
         merge=frozenset(name for name, _ in named_weights(policy.model)) if merges else None,
+        dithered=bool(merged_of(policy.model)),
         rounding=rounding if recipe.rollout.engine == "vllm" or has_experts(base_model(policy.model)) else None,
     )
 

@@ -78,9 +78,9 @@ class Lora(_Adapted):
 
     merged: bool = False
     """Compute with W + scaling · B·A, rounded to the weights' precision, in training, sampling and evaluation alike, and not with
-    the adapter's own products: rollouts take as long as in full training, and vLLM has exactly the learner's weights. As in full
-    training, a change of a bf16 weight counts once it is half a unit of its last place. It takes a second set of the adapted
-    weights. Adapters on experts stay apart."""
+    the adapter's own products: rollouts take as long as in full training, and vLLM has exactly the learner's weights. In bf16
+    changes far below a unit of a weight are kept on average, with more noise than without merging. It takes a second set of the
+    adapted weights. Adapters on experts stay apart."""
 
     @property
     def scaling(self) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.models.merged_weights import merged_of
 from lockstep.models.mxfp4 import dense_weights
 from lockstep.models.nf4 import Nf4Linear
 from lockstep.models.weights import active_adapter, clean_name, named_weights, stored_buffers
@@ -29,7 +30,7 @@ def merged_weights(model: nn.Module) -> WeightStream:
     """
     layers = adapter_layers(model) if active_adapter(model) is not None else {}
     if all(hasattr(layer, "lora_A") for layer in layers.values()):
-        yield from _finite(merged(_unpacked(model, layers)))
+        yield from _finite(merged(_unpacked(model, layers), dithered=bool(merged_of(model))))
         return
     names = set(base_names(model))
     for name, tensor in named_weights(model):

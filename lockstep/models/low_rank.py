@@ -21,6 +21,8 @@ from lockstep.models.known import kind_of_experts
 SUFFIX = "_adapter"
 ADAPTERS = {"gate_up_proj": "gate_up" + SUFFIX, "down_proj": "down" + SUFFIX}
 """Names of the adapters of an experts' module, by the parameter that each changes."""
+STEPS = (2654435769, 1640531527)
+"""Parts of 2^32 by which the dither's numbers go on in a column and in a row: 2^32 over the golden ratio, and its complement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,13 @@ def base_of(layer: str) -> str:
 @torch.no_grad()
 def merge(
     name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: float, length_O: Tensor | None = None,
-    out_OX: Tensor | None = None,
+    out_OX: Tensor | None = None, *, dithered: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return base + scaling · up·down in fp32, rounded to the base's dtype; the inputs are not changed. O outputs, X inputs, R
     rank.
 
     With `length_O` (DoRA) each row of the sum is scaled to that length. Matrices of experts are merged one expert at a time. The
-    sum is written to `out_OX` if it is given.
+    sum is written to `out_OX` if it is given. `dithered`: a matrix in bf16 is rounded by `dither_into`.
     """
     if base_OX.ndim == 3 and len(base_OX) == len(down_RX) == len(up_OR):
         first, second = (up_OR, down_RX) if is_transposed(down_RX) else (down_RX, up_OR)
@@ -95,4 +97,23 @@ def merge(
     sum_OX = torch.addmm(base_OX.float(), up_OR.float(), down_RX.float(), alpha=scaling)
     if length_O is not None:
         sum_OX *= (length_O.float() / torch.linalg.vector_norm(sum_OX, dim=1))[:, None]
-    return sum_OX.to(base_OX.dtype) if out_OX is None else out_OX.copy_(sum_OX)
+    out_OX = torch.empty_like(base_OX) if out_OX is None else out_OX
+    return dither_into(out_OX, sum_OX) if dithered and out_OX.dtype == torch.bfloat16 else out_OX.copy_(sum_OX)
+
+
+def dither_into(out_OX: Tensor, sum_OX: Tensor) -> Tensor:
+    """Round fp32 to bf16 up or down by a number that is fixed for each place; returns `out_OX`. `sum_OX` is used up.
+
+    A value that is a share f of a unit above its lower neighbour is rounded up (away from 0) in a share f of the places, evenly
+    spread over each row and each column. So a change of a hundredth of a unit changes every hundredth weight by a unit, where
+    rounding to the nearest would lose it. Values of bf16 stay. It is stochastic rounding (arXiv 1502.02551) with the same numbers
+    at each call.
+    """
+    outputs, inputs = (
+        torch.arange(size, device=sum_OX.device).mul_(step).bitwise_right_shift_(16).bitwise_and_(0xFFFF).int()
+        for size, step in zip(sum_OX.shape, STEPS, strict=True)
+    )
+    bits_OX = sum_OX.view(torch.int32)
+    bits_OX += outputs[:, None] ^ inputs
+    out_OX.view(torch.int16).copy_(bits_OX.bitwise_right_shift_(16))
+    return out_OX

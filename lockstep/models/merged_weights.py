@@ -1,8 +1,8 @@
 """The weight of a layer with its adapter merged in, which the learner and the native engine both compute with (adapter.merged).
 
 It is W + scaling · B·A in fp32, rounded once to W's precision, in memory of its own. It is made again from the frozen W when A or
-B change, so that roundings never add up: the sum of a frozen W and an adapter in fp32 is to this weight what an fp32 master is to
-a bf16 weight in full training.
+B change, so that roundings never add up. Changes by an adapter are often far below a unit in the last place of a bf16 weight; the
+rounding keeps them on average (low_rank.dither_into).
 
 Legend: O outputs, X inputs.
 """
@@ -36,7 +36,7 @@ class MergedWeight:
         scaling = layer.scaling[ADAPTER]
         made_of = (scaling, *((part.data_ptr(), part._version) for part in (base, down, up)))
         if made_of != self._made_of:
-            merge("", base.detach(), down.detach(), up.detach(), scaling, out_OX=self.tensor)
+            merge("", base.detach(), down.detach(), up.detach(), scaling, out_OX=self.tensor, dithered=True)
             self._made_of = made_of
         return self.tensor
 

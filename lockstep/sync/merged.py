@@ -2,8 +2,8 @@
 
 With DoRA (arXiv 2402.09353) each row of that sum is then scaled to its trained length. The sum is made again from the frozen
 base each time, in fp32, and rounded once: nothing is ever added to the engine's weights, so a hundred syncs give the same bits
-as one. Rounding to bf16 drops everything below half a unit in the last place of the base's weight; the probe measures the
-effect.
+as one. Rounding to the nearest bf16 drops everything below half a unit in the last place of the base's weight; the probe measures
+the effect. With adapter.merged the learner computes with the same weights, and keeps it on average (models.low_rank.dither_into).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ DOWN, UP, SCALING, LENGTH = ".lora_A", ".lora_B", ".lora_scaling", ".lora_magnit
 """Suffixes in lockstep.models.weights of the tensors that an adapter adds to a layer."""
 
 
-def merged(weights: WeightStream) -> WeightStream:
+def merged(weights: WeightStream, *, dithered: bool = False) -> WeightStream:
     """Yield the stream without adapters, each adapted matrix merged with its own. Tensors without one are passed on unchanged.
 
+    `dithered`: rounded as the learner rounds its own merged weights (adapter.merged), which adapters on experts have none of.
     Raises SyncError for an adapter that lacks a part, or whose layer has no matrix of its shape.
     """
     tensors = dict(weights)
@@ -40,7 +41,8 @@ def merged(weights: WeightStream) -> WeightStream:
         layer = adapted.get(name, "")
         if layer:
             factors = tensors[layer + DOWN], tensors[layer + UP], float(tensors[layer + SCALING].item())
-            yield name, merge(name, tensor, *factors, tensors.get(layer + LENGTH))
+            own = dithered and tensor.ndim == 2
+            yield name, merge(name, tensor, *factors, tensors.get(layer + LENGTH), dithered=own)
         elif not name.endswith(parts):
             yield name, tensor
 
@@ -57,6 +59,8 @@ class MergedLearner:
 
     learner: Learner
     version: int
+    dithered: bool = False
+    """Whether the learner itself computes with merged weights."""
 
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         return self.learner.logprobs(sequences)
@@ -65,4 +69,4 @@ class MergedLearner:
         return self.learner.update(batch, loss)
 
     def weights(self) -> WeightStream:
-        return merged(self.learner.weights())
+        return merged(self.learner.weights(), dithered=self.dithered)

@@ -152,8 +152,8 @@ class CopySync:
     With `merge`, adapters are added into the weights that are sent and compared: the engine has none (merged.py).
     """
 
-    def __init__(self, prover: Prover, *, merge: bool = False) -> None:
-        self._prover, self._merge = prover, merge
+    def __init__(self, prover: Prover, *, merge: bool = False, dithered: bool = False) -> None:
+        self._prover, self._merge, self._dithered = prover, merge, dithered
         self.sent = 0
         """Bytes sent by the last push; 0 if version and fingerprint already matched."""
 
@@ -196,7 +196,7 @@ class CopySync:
 
     def _seen(self, learner: Learner) -> Learner:
         """Return the learner with the weights that the engine should have."""
-        return MergedLearner(learner, learner.version) if self._merge else learner
+        return MergedLearner(learner, learner.version, self._dithered) if self._merge else learner
 
     def _counted(self, stream: WeightStream, skipped: frozenset[str]) -> WeightStream:
         for name, tensor in stream:
@@ -214,14 +214,15 @@ def build_sync(
     frozen: frozenset[str] = frozenset(),
     transport: Literal["shared", "copy"] | None = None,
     merge: frozenset[str] | None = None,
+    dithered: bool = False,
     rounding: Callable[[Sequence[TokenIds]], float] | None = None,
 ) -> SharedSync | CopySync:
     """Return the transport that the recipe selects.
 
     `vocab` is the number of token ids and `special` those that the probe leaves out; `numerics` sets its tolerance; `frozen`
     are the names of tensors in learner.weights() that no update changes (the base under an adapter). `transport` None takes
-    that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters, `rounding` for one
-    with other kernels (see proof_settings).
+    that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters (`dithered` as in
+    `merged`), `rounding` for one with other kernels (see proof_settings).
     """
     probe = proof_settings(settings, vocab, numerics, special, rounding)
     transport = transport or settings.transport
@@ -229,7 +230,8 @@ def build_sync(
         case "shared":
             return SharedSync(Prover(settings, probe, frozen, shared=True))
         case "copy":
-            return CopySync(Prover(settings, probe, frozen, shared=False, merge=merge), merge=merge is not None)
+            prover = Prover(settings, probe, frozen, shared=False, merge=merge)
+            return CopySync(prover, merge=merge is not None, dithered=dithered)
         case other:
             assert_never(other)
 

@@ -75,7 +75,11 @@ def no_orphans() -> Iterator[None]:
 @pytest.mark.usefixtures("no_orphans")
 @pytest.mark.sampled("full-fp32-2")
 @pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("adapter", [(), (*LORA, "model.dtype=bf16")], ids=["full-fp32", "lora-bf16"])
+@pytest.mark.parametrize(
+    "adapter",
+    [(), (*LORA, "model.dtype=bf16"), (*LORA, "model.dtype=bf16", "adapter.merged=true")],
+    ids=["full-fp32", "lora-bf16", "merged-bf16"],
+)
 def test_a_run_ends_in_the_same_weights_on_any_number_of_workers(
     tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], workers: int
 ) -> None:
