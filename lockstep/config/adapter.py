@@ -161,13 +161,13 @@ def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
 
 
 def adapter_name(adapter: Adapter) -> str:
-    """Return the adapter's name for reports. Examples: "full fine-tuning", "LoRA rank 16", "ia3 by PEFT"."""
+    """Return the adapter's name for reports. Examples: "full fine-tuning", "LoRA rank 16", "LoRA rank 16, merged", "ia3 by PEFT"."""
     match adapter:
         case NoAdapter():
             return "full fine-tuning"
         case Lora():
             experts = f", {adapter.expert_rank} on experts" if adapter.expert_rank else ""
-            return f"{adapter.label} rank {adapter.rank}{experts}"
+            return f"{adapter.label} rank {adapter.rank}{experts}{', merged' if adapter.merged else ''}"
         case OtherPeft():
             return f"{adapter.method} by PEFT"
         case _:

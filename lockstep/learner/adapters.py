@@ -95,9 +95,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | Non
     if isinstance(adapter, Lora) and adapter.base == "nf4":
         notes.append(_pack_base(attached))
     if isinstance(adapter, Lora) and adapter.merged:
-        for layer in lora_layers(attached).values():
-            layer.merged_weight = MergedWeight(layer)
-        notes.append("computes with base and adapter merged, rounded to the weights' precision")
+        notes.append(_merge_weights(attached))
     begun = start is not None or any(start_of(layer) for layer in lora_layers(attached).values())
     reference = {name: tensor.clone() for name, tensor in trained_tensors(attached)} if begun else None
     setattr(attached, _FACTS, Facts(base, tuple(notes), reference))
@@ -113,6 +111,16 @@ def _pack_base(model: torch.nn.Module) -> str:
         layer.base_layer = Nf4Linear(layer.base_layer)
     after = sum(layer.base_layer.codes.nbytes + layer.base_layer.scales.nbytes for layer in layers)
     return f"{len(layers)} frozen layers in NF4: {before / 2**20:,.0f} MiB became {after / 2**20:,.0f} MiB"
+
+
+def _merge_weights(model: torch.nn.Module) -> str:
+    """Let linear layers compute with their adapter merged in; those of experts stay apart. Returns a line for the log."""
+    from lockstep.learner.lora_linear import LoraLinear
+
+    layers: list[Any] = [layer for layer in lora_layers(model).values() if isinstance(layer, LoraLinear)]
+    for layer in layers:
+        layer.merged_weight = MergedWeight(layer)
+    return f"{len(layers)} layers compute with their adapter merged into their weight"
 
 
 def facts_of(model: torch.nn.Module) -> Facts | None:

@@ -18,7 +18,7 @@ from lockstep.models.weights import clean_name, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.sync.merged import merged
 from lockstep.types import Request, Sampling
-from tests.learner.models import logits_of, logprobs_of
+from tests.learner.models import FAMILIES, logits_of, logprobs_of, plain
 from tests.rollout.paged.test_engine import paged_over
 from tests.sync.test_merged import IDS, jolt, llama
 
@@ -120,6 +120,28 @@ def test_what_an_engine_without_adapters_is_sent_is_what_the_learner_computes_wi
             own: Any = layer.merged_weight
             for stream in (sent, exported):
                 assert torch.equal(stream[clean_name(f"{name}.base_layer.weight")], own.weight())
+
+
+def both(family: str, **given: Any) -> tuple[nn.Module, nn.Module]:
+    """Two equal models, with merged weights and without."""
+    one, other = (attach(plain(family), Lora(rank=4, merged=merged, **given), 0) for merged in (True, False))  # type: ignore[arg-type]
+    for model in (one, other):
+        jolt(model, 1)
+    return one, other
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_says_the_same_as_with_separate_products(family: str) -> None:
+    model, separate = both(family, targets="all-linear")
+    assert len(merged_of(model)) == len(layers_of(separate)) > 0
+    torch.testing.assert_close(logits_of(model, IDS), logits_of(separate, IDS), atol=1e-3, rtol=1e-3)
+
+
+def test_adapters_on_experts_stay_apart() -> None:
+    model, separate = both("qwen3-moe", expert_rank=2, targets="attention")
+    assert len(merged_of(model)) == 8
+    torch.testing.assert_close(logits_of(model, IDS), logits_of(separate, IDS), atol=1e-4, rtol=1e-4)
+    assert any("expert" in name and "lora_A" in name for name, _ in model.named_parameters())
 
 
 def test_the_reference_is_the_base() -> None:

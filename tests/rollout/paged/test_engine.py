@@ -145,8 +145,9 @@ def test_published_configs_of_fused_families_say_the_same(family: str):
         ("phi3", "all-linear"), ("gemma3", "all-linear"),
     ],
 )  # fmt: skip
-def test_adapters_act_in_fused_blocks(family: str, targets: str | list[str]):
-    model = attach(twin(plain(family)), Lora(rank=4, alpha=20, targets=targets), seed=0)
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_act_in_fused_blocks(family: str, targets: str | list[str], merged: bool):
+    model = attach(twin(plain(family)), Lora(rank=4, alpha=20, targets=targets, merged=merged), seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
