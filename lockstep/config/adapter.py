@@ -161,7 +161,7 @@ def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
 
 
 def adapter_name(adapter: Adapter) -> str:
-    """Return the adapter's name for reports. Examples: "full fine-tuning", "LoRA rank 16", "LoRA rank 16, merged", "ia3 by PEFT"."""
+    """Return the adapter's name for reports. Examples: "full fine-tuning", "LoRA rank 16, merged", "ia3 by PEFT"."""
     match adapter:
         case NoAdapter():
             return "full fine-tuning"
