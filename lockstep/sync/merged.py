@@ -60,7 +60,7 @@ class MergedLearner:
     learner: Learner
     version: int
     dithered: bool = False
-    """Whether the learner itself computes with merged weights."""
+    """True if the learner itself computes with merged weights."""
 
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         return self.learner.logprobs(sequences)
