@@ -37,6 +37,7 @@ from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.convert import convert_gguf
 from lockstep.models.folder import read_json
 from lockstep.models.gguf_writer import folder_tensors, write_gguf
+from lockstep.models.merged_weights import merged_of, separate
 from lockstep.models.resolve import Source as From
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.scoring.targets import Target, read_adapter_folder, read_checkpoint
@@ -197,8 +198,11 @@ def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> 
         del merged
     sequences = probe_sequences(model, policy.tokenizer.all_special_ids)
     device = str(next(model.parameters()).device)
+    as_trained = bool(merged_of(model)) and not adapter
+    if adapter:
+        separate(model)  # as PEFT computes
     trained = wide_logprobs(model, sequences)
-    exact = target.recipe.adapter.kind == "none" or (adapter and not has_residual_base(model))
+    exact = target.recipe.adapter.kind == "none" or as_trained or (adapter and not has_residual_base(model))
     rounded = dtype == ROUNDED and not exact
     noise = rounding_noise(model, sequences) if rounded else None
     tokenizer: Any = policy.tokenizer

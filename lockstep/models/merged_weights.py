@@ -25,7 +25,7 @@ class MergedWeight:
     """The merged weight of one of PEFT's LoRA layers. `tensor` stays in its place, so that captured graphs may read it."""
 
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
+        self._layer, self._rounded_to = layer, layer.base_layer.weight.dtype
         self.tensor: Tensor = torch.empty_like(layer.base_layer.weight, memory_format=torch.contiguous_format)
         self._made_of: tuple[object, ...] = ()
 
@@ -36,7 +36,13 @@ class MergedWeight:
         scaling = layer.scaling[ADAPTER]
         made_of = (scaling, *((part.data_ptr(), part._version) for part in (base, down, up)))
         if made_of != self._made_of:
-            merge("", base.detach(), down.detach(), up.detach(), scaling, out_OX=self.tensor, dithered=True)
+            if (self.tensor.dtype, self.tensor.device) != (base.dtype, base.device):  # the model was widened, or moved
+                self.tensor = torch.empty_like(base, memory_format=torch.contiguous_format)
+            wide = base.dtype != self._rounded_to  # its numbers are those of before
+            given = base.detach().to(self._rounded_to), down.detach(), up.detach(), scaling
+            found = merge("", *given, out_OX=None if wide else self.tensor, dithered=True)
+            if wide:
+                self.tensor.copy_(found)
             self._made_of = made_of
         return self.tensor
 
@@ -49,6 +55,12 @@ def merged_of(model: nn.Module) -> list[MergedWeight]:
     """Return the merged weights of a model's layers."""
     found = (module.__dict__.get("merged_weight") for module in model.modules())
     return [one for one in found if isinstance(one, MergedWeight)]
+
+
+def separate(model: nn.Module) -> None:
+    """Let the layers compute with their adapters' own products again."""
+    for module in model.modules():
+        module.__dict__.pop("merged_weight", None)
 
 
 def joined_merged(parts: Sequence[MergedWeight]) -> Tensor:

@@ -136,6 +136,24 @@ def test_a_rounded_merge_is_judged_by_measured_noise(narrow: RunDirectory, tmp_p
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_weights_that_were_trained_merged_are_exported_without_a_rounding(
+    adapter: bool, home: Path, model: Path, tmp_path: Path
+) -> None:
+    settings = (
+        *LORA,
+        *SHORT,
+        NO_EVAL,
+        f"name=merged-{adapter}",
+        "model.dtype=bf16",
+        "optimizer.lr=0.05",
+        "adapter.merged=true",
+    )
+    verified = exported(trained(home, model, *settings), tmp_path / "out", adapter=adapter).verified
+    assert verified.tolerance.max == EXACT >= verified.trained.max
+    assert verified.base.mean > 100 * verified.trained.mean
+
+
 def test_the_spacing_of_bf16() -> None:
     weights = torch.tensor([1.0, -1.5, 0.3, 100.0], dtype=torch.bfloat16)
     above = (weights.view(torch.int16) + 1).view(torch.bfloat16)

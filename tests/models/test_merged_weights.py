@@ -13,7 +13,7 @@ from lockstep.learner.adapters import as_reference, attach
 from lockstep.learner.lora_linear import LoraLinear
 from lockstep.learner.merge import merged_weights
 from lockstep.models.low_rank import dither_into, merge
-from lockstep.models.merged_weights import merged_of
+from lockstep.models.merged_weights import merged_of, separate
 from lockstep.models.weights import clean_name, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.sync.merged import merged
@@ -120,6 +120,19 @@ def test_what_an_engine_without_adapters_is_sent_is_what_the_learner_computes_wi
             own: Any = layer.merged_weight
             for stream in (sent, exported):
                 assert torch.equal(stream[clean_name(f"{name}.base_layer.weight")], own.weight())
+
+
+def test_a_widened_model_has_the_numbers_that_it_had() -> None:
+    model = adapted(dtype=torch.bfloat16)
+    kept = [one.weight().clone() for one in merged_of(model)]
+    model.float()
+    for one, before in zip(merged_of(model), kept, strict=True):
+        assert one.weight().dtype == torch.float32
+        assert torch.equal(one.weight(), before.float())
+    names = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    separate(model)
+    assert not merged_of(model)
+    assert names == {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def both(family: str, **given: Any) -> tuple[nn.Module, nn.Module]:
