@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 
 SILENT = ("hang", "drip", "drip_headers", "continue")
 FAILURES = {
-    **dict.fromkeys(SILENT, ("no answer in 1 s", 3)),
+    **dict.fromkeys(SILENT, ("no answer in 3 s", 3)),
     "busy": ("HTTP 429", 3),
     "tomorrow": ("HTTP 429", 1),
     "broken": ("HTTP 500", 3),
@@ -91,7 +91,7 @@ FAILURES = {
 
 def test_a_judge_that_fails_leaves_the_reply_unscored(server: Server) -> None:
     """All failures at once: most of their time is waiting."""
-    hasty, patient = (server.judge(patience_seconds=60, seconds=seconds) for seconds in (1, 20))
+    hasty, patient = (server.judge(patience_seconds=60, seconds=seconds) for seconds in (3, 20))
     with ThreadPoolExecutor(len(FAILURES)) as threads:
         grades = list(
             threads.map(
