@@ -91,7 +91,8 @@ class TorchCritic:
         ranks: Ranks | None = None,
         routed: nn.Module | None = None,
     ) -> None:
-        self.decoder, self._training, self._merged = decoder, training, merged_of(decoder)
+        self._merged = merged_of(decoder)
+        self.decoder, self._training = decoder, training
         """The decoder. Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
         self.trainable = training.trained
         """Parameters that an update of the critic alone changes, by name: value_head.weight, value_head.bias, an own

@@ -58,6 +58,21 @@ def test_outputs_and_gradients_are_those_of_separate_products(together: bool) ->
         assert layer.base_layer.weight.grad is None
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_layer_multiplies_by_its_merged_weight_alone(together: bool) -> None:
+    layers = layers_of(adapted(dtype=torch.bfloat16))[:3]
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(6)).bfloat16()
+    found = LoraLinear.together(layers, x) if together else [layer(x) for layer in layers]
+    assert found is not None
+    whole = torch.cat([layer.merged_weight.weight() for layer in layers])
+    wanted = nn.functional.linear(x, whole).split([layer.out_features for layer in layers], 1)
+    for layer, out, right in zip(layers, found, wanted, strict=True):
+        alone = nn.functional.linear(x, layer.merged_weight.weight())
+        assert torch.equal(out, right if together else alone)
+        separate_products = layer.base_layer(x) + 2 * layer.lora_B["default"](layer.lora_A["default"](x))
+        assert not torch.equal(out, separate_products)
+
+
 def test_the_weight_is_the_rounded_sum_and_follows_the_adapter_in_its_place() -> None:
     model = adapted(dtype=torch.bfloat16)
     layer = layers_of(model)[0]
