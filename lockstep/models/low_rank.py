@@ -9,8 +9,10 @@ Legend: T tokens, E experts, R rank, O outputs, X inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,20 @@ ADAPTERS = {"gate_up_proj": "gate_up" + SUFFIX, "down_proj": "down" + SUFFIX}
 """Names of the adapters of an experts' module, by the parameter that each changes."""
 STEPS = (2654435769, 1640531527)
 """Parts of 2^32 by which the dither's numbers go on in a column and in a row: 2^32 over the golden ratio, and its complement."""
+
+
+class Merge(NamedTuple):
+    """A weight, the factors A and B of what is added to it, and the tensor that takes the sum."""
+
+    base_OX: Tensor
+    down_RX: Tensor
+    up_OR: Tensor
+    out_OX: Tensor
+    scaling: float
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +110,43 @@ def merge(
             where=name,
             fix="give learner and engine the same model and adapter",
         )
+    out_OX = torch.empty_like(base_OX) if out_OX is None else out_OX
+    dithered = dithered and out_OX.dtype == torch.bfloat16
+    if length_O is None and _merged_by_kernel([Merge(base_OX, down_RX, up_OR, out_OX, scaling)], dithered):
+        return out_OX
     sum_OX = torch.addmm(base_OX.float(), up_OR.float(), down_RX.float(), alpha=scaling)
     if length_O is not None:
         sum_OX *= (length_O.float() / torch.linalg.vector_norm(sum_OX, dim=1))[:, None]
-    out_OX = torch.empty_like(base_OX) if out_OX is None else out_OX
-    return dither_into(out_OX, sum_OX) if dithered and out_OX.dtype == torch.bfloat16 else out_OX.copy_(sum_OX)
+    return dither_into(out_OX, sum_OX) if dithered else out_OX.copy_(sum_OX)
+
+
+def merge_all(merges: Sequence[Merge]) -> None:
+    """Merge several layers, dithered, on a GPU in one launch."""
+    if not _merged_by_kernel(merges, True):
+        for one in merges:
+            merge("", one.base_OX, one.down_RX, one.up_OR, one.scaling, out_OX=one.out_OX, dithered=True)
+
+
+def _merged_by_kernel(merges: Sequence[Merge], dithered: bool) -> bool:
+    """Merge layers if the kernel serves, which makes one pass where torch makes a dozen; returns whether it did."""
+    weights = [tensor for one in merges for tensor in (one.base_OX, one.out_OX)]
+    factors = [tensor for one in merges for tensor in (one.down_RX, one.up_OR)]
+    alike = all(one.dtype == torch.bfloat16 and one.is_cuda for one in weights) and len({f.dtype for f in factors}) < 2
+    if not merges or not alike or any(one.stride(1) != 1 for one in (*weights, *factors)):
+        return False
+    kernel = _kernel()
+    if kernel is not None:
+        kernel(merges, STEPS, dithered=dithered)
+    return kernel is not None
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    try:
+        from lockstep.models.low_rank_kernel import merge_by_kernel
+    except ImportError:
+        return None
+    return merge_by_kernel
 
 
 def dither_into(out_OX: Tensor, sum_OX: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ Legend: O outputs, X inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.low_rank import merge
+from lockstep.models.low_rank import Merge, merge_all
 from lockstep.models.one_input import adjacent
 
 ADAPTER = "default"
@@ -31,24 +31,48 @@ class MergedWeight:
 
     def weight(self) -> Tensor:
         """Return it for the present W, A and B, [O, X]."""
+        make([self])
+        return self.tensor
+
+    def change(self) -> Change | None:
+        """Return the sum to be made; None if W, A and B are those that the present one was made of."""
         layer = self._layer
         base, down, up = layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         scaling = layer.scaling[ADAPTER]
         made_of = (scaling, *((part.data_ptr(), part._version) for part in (base, down, up)))
-        if made_of != self._made_of:
-            if (self.tensor.dtype, self.tensor.device) != (base.dtype, base.device):  # the model was widened, or moved
-                self.tensor = torch.empty_like(base, memory_format=torch.contiguous_format)
-            wide = base.dtype != self._rounded_to  # its numbers are those of before
-            given = base.detach().to(self._rounded_to), down.detach(), up.detach(), scaling
-            found = merge("", *given, out_OX=None if wide else self.tensor, dithered=True)
-            if wide:
-                self.tensor.copy_(found)
-            self._made_of = made_of
-        return self.tensor
+        if made_of == self._made_of:
+            return None
+        if (self.tensor.dtype, self.tensor.device) != (base.dtype, base.device):  # the model was widened, or moved
+            self.tensor = torch.empty_like(base, memory_format=torch.contiguous_format)
+        given = base.detach().to(self._rounded_to)
+        out_OX = self.tensor if base.dtype == self._rounded_to else torch.empty_like(given)
+        return Change(self, Merge(given, down.detach(), up.detach(), out_OX, scaling), made_of)
+
+    def take(self, change: Change) -> None:
+        """Note that a sum is made. A wider weight has its numbers."""
+        if change.merge.out_OX is not self.tensor:
+            self.tensor.copy_(change.merge.out_OX)
+        self._made_of = change.made_of
 
     def forget(self) -> None:
         """Make it again before it is read next. Call it after writes that torch does not count, as those of fused optimizers."""
         self._made_of = ()
+
+
+class Change(NamedTuple):
+    """A merged weight that must be made again."""
+
+    weight: MergedWeight
+    merge: Merge
+    made_of: tuple[object, ...]
+
+
+def make(weights: Sequence[MergedWeight]) -> None:
+    """Make those again whose W, A or B has changed."""
+    changes = [change for one in weights if (change := one.change()) is not None]
+    merge_all([change.merge for change in changes])
+    for change in changes:
+        change.weight.take(change)
 
 
 def merged_of(model: nn.Module) -> list[MergedWeight]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lockstep.errors import EngineError
-from lockstep.models.merged_weights import merged_of
+from lockstep.models.merged_weights import make, merged_of
 from lockstep.numerics.apply import ModelNumerics, numerics_of
 from lockstep.rollout.requests import check_clean, check_settled
 from lockstep.types import Forward, ForwardReport
@@ -63,8 +63,7 @@ class Computation:
     def refresh(self) -> None:
         """Update what is made of the weights in place, for captured steps."""
         self.numerics.refresh(self.forward.numerics)
-        for merged in self._merged:
-            merged.weight()
+        make(self._merged)
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context that each pass of the model runs in."""

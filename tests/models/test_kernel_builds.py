@@ -15,6 +15,7 @@ from lockstep.models import (  # noqa: E402
     expert_kernels,
     head_kernels,
     layer_kernels,
+    low_rank_kernel,
     mxfp4_kernels,
     norm_kernels,
     ordered_attention,
@@ -24,7 +25,7 @@ from lockstep.models import (  # noqa: E402
 )
 from lockstep.rollout.paged import attention_kernels  # noqa: E402
 
-WIDE = ("lse", "delta", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share")
+WIDE = ("lse", "delta", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share", "scalings")
 WHOLE = {
     "targets": "*i64",
     "ids": "*i64",
@@ -35,13 +36,14 @@ WHOLE = {
     "shared": "*i32",
 }
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
-WHOLE |= {"offset_ptr": "*i64", "word": "*i32", "power": "*i16"}
+WHOLE |= {"offset_ptr": "*i64", "layers_ptr": "*i64", "first_step": "i64", "word": "*i32", "power": "*i16"}
 FACTORS = ("limit", "softcap", "scale", "scaling", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EXPERTS": 128, "EVEN": True, "WHOLE": True, "BOXED": False, "ROWS": 128, "HALF": 64, "SIDE": False}
 TILE |= {"COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 SIDE = TILE | {"WHOLE": False, "ROWS": 64, "HALF": 32, "SIDE": True}
 ROWS = {"TOP": 0, "SCALED": False}
 ADAPTED = {"RANK": 16}
+MERGED = {"FIELDS": 11, "EVEN": True, "DITHERED": False, "RANK": 32, "ROWS": 64, "COLUMNS": 128}
 FOUR_BITS = {"EXPERTS": 32, "STEPS": 45, "ROWS": 128, "COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 PAIRS = {"HALF": 32, "INTERLEAVED": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -228,6 +230,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "merge": (merge_kernel._merge, {"HEADS": 16, "SIZE": 128}),
+    "merged weights": (low_rank_kernel._merge_kernel, MERGED),
 }
 
 
@@ -250,6 +253,11 @@ def test_it_compiles(name: str, dtype: str, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     kernel, constants = KERNELS[name]
     assert compiled(kernel, constants, dtype).asm["cubin"]
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_merged_weights_are_rounded_to_bf16_by_a_dither(even: bool) -> None:
+    assert compiled(low_rank_kernel._merge_kernel, MERGED | {"EVEN": even, "DITHERED": True}, "bf16").asm["cubin"]
 
 
 @pytest.mark.parametrize("rows", [32, 128])

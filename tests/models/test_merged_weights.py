@@ -12,12 +12,13 @@ from lockstep.config.adapter import Lora
 from lockstep.learner.adapters import as_reference, attach
 from lockstep.learner.lora_linear import LoraLinear
 from lockstep.learner.merge import merged_weights
-from lockstep.models.low_rank import dither_into, merge
+from lockstep.models.low_rank import STEPS, Merge, dither_into, merge
 from lockstep.models.merged_weights import merged_of, separate
 from lockstep.models.weights import clean_name, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.sync.merged import merged
 from lockstep.types import Request, Sampling
+from tests.interpreter import interpreted
 from tests.learner.models import FAMILIES, logits_of, logprobs_of, plain
 from tests.rollout.paged.test_engine import paged_over
 from tests.sync.test_merged import IDS, jolt, llama
@@ -206,3 +207,25 @@ def test_an_engine_samples_from_the_merged_weights(kind: str, dtype: torch.dtype
         ):  # as an optimizer step whose writes torch does not count
             layer.lora_B["default"].weight.data.mul_(-3)
     assert len(merged_of(model)) == len(layers_of(model)) == 14
+
+
+@pytest.mark.slow
+def test_a_kernel_makes_all_layers_in_one_launch() -> None:
+    pytest.importorskip("triton")
+    interpreted(by_kernel)
+
+
+def by_kernel() -> None:
+    """Layers of several sizes and ranks, in memory of their own or in a wider matrix, get the bits of torch's operations."""
+    from lockstep.models.low_rank_kernel import merge_by_kernel
+
+    layers = []
+    for outputs, inputs, rank in ((72, 136, 8), (24, 264, 16), (5, 7, 3), (64, 128, 8)):
+        wide = (torch.randn(outputs, inputs + 8) * 0.02).bfloat16()
+        a, b = torch.randn(rank, inputs) * 0.01, torch.randn(outputs, rank) * 0.01
+        layers.append(Merge(wide[:, :inputs], a, b, torch.zeros(outputs, inputs, dtype=torch.bfloat16), 0.5 * rank))
+    for chosen in (layers, layers[:2]):  # the second can be read several numbers at a time
+        merge_by_kernel(chosen, STEPS, dithered=True)
+        for one in chosen:
+            torch.testing.assert_close(one.out_OX, merge("", *one[:3], one.scaling, dithered=True), atol=0, rtol=0)
+            one.out_OX.zero_()

@@ -15,8 +15,10 @@ from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 MATRIX_ROWS, MATRIX_COLUMNS = 16, 8
 """Least rows and columns of a matrix instruction: the query heads of one key head are padded to either, rows if exact."""
 
-HALVED, DEEP = (192, 256), 2.5
-"""Rows, and features by outputs, for which the halves of a product, side by side, take less time than the whole."""
+HALVED, DEEP, LARGE = (96, 512), 2.5, 1_400_000
+"""Rows, features by outputs, and most numbers of a result, for which the halves of a product, side by side, take less time than
+the whole.
+"""
 OURS, BLOCK = 8192, 128
 """Most outputs of a product that our kernel computes for few rows, and what its inputs must be a multiple of: else cuBLAS is as
 fast.
@@ -146,7 +148,7 @@ class TritonOps:
             half = -(-inputs // 2 // tile.depth) * tile.depth
             sums_2BO: Tensor = products.side_sums(x_BX, weight_OX, half, tile)
             return sums_2BO
-        if halves and deep and inputs % 16 == 0 and HALVED[0] <= rows <= HALVED[1]:
+        if halves and deep and inputs % 16 == 0 and HALVED[0] <= rows <= HALVED[1] and rows * outputs <= LARGE:
             x_2BY = x_BX.view(rows, 2, inputs // 2).transpose(0, 1)
             return torch.bmm(x_2BY, weight_OX.view(outputs, 2, inputs // 2).permute(1, 2, 0), out_dtype=torch.float32)
         if deep and narrow:  # cuBLAS splits the inputs, too

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.models import exact
 from lockstep.models.heads import Head, token_logprobs
+from lockstep.models.host import on_device
 from lockstep.rollout.paged.layouts import PagedPrefill, Piece
 from lockstep.rollout.paged.scheduler import Prompt
 from lockstep.rollout.paged.state import PageCache
@@ -82,11 +84,11 @@ class Prefill:
         """Return hidden states [T, H] of spans of tokens end to end."""
         pieces = [Piece(span.pages, span.start, span.end) for span in spans]
         layout = PagedPrefill(self._cache, pieces, self._device)
-        ids = [token for span in spans for token in span.ids[span.start : span.end]]
-        positions = [position for span in spans for position in range(span.start, span.end)]
-        padding = [0] * (-len(ids) % (exact.STREAM_MULTIPLE if exact.enabled() else STREAM_MULTIPLE))
-        ids_1T = torch.tensor([ids + padding], device=self._device)
-        positions_1T = torch.tensor([positions + padding], device=self._device)
+        multiple = exact.STREAM_MULTIPLE if exact.enabled() else STREAM_MULTIPLE
+        tokens_2T = np.zeros((2, -(-layout.tokens // multiple) * multiple), dtype=np.int64)
+        tokens_2T[0, : layout.tokens] = [token for span in spans for token in span.ids[span.start : span.end]]
+        tokens_2T[1, : layout.tokens] = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        ids_1T, positions_1T = on_device(tokens_2T, self._device).split(1)
         output = self._decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=layout)
-        hidden_TH: Tensor = output.last_hidden_state[0, : len(ids)]
+        hidden_TH: Tensor = output.last_hidden_state[0, : layout.tokens]
         return hidden_TH
