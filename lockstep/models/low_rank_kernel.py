@@ -39,7 +39,12 @@ def _merge_kernel(
     base, down, up, out = tl.load(at + 3), tl.load(at + 5), tl.load(at + 7), tl.load(at + 9)
     base_row, down_row, up_row, out_row = tl.load(at + 4), tl.load(at + 6), tl.load(at + 8), tl.load(at + 10)
     if EVEN:
-        base, down, up, out = tl.multiple_of(base, 8), tl.multiple_of(down, 8), tl.multiple_of(up, 8), tl.multiple_of(out, 8)
+        base, down, up, out = (
+            tl.multiple_of(base, 8),
+            tl.multiple_of(down, 8),
+            tl.multiple_of(up, 8),
+            tl.multiple_of(out, 8),
+        )
         base_row, down_row = tl.multiple_of(base_row, 8), tl.multiple_of(down_row, 8)
         up_row, out_row, inputs = tl.multiple_of(up_row, 8), tl.multiple_of(out_row, 8), tl.multiple_of(inputs, 8)
     across = tl.cdiv(inputs, COLUMNS)
@@ -83,7 +88,9 @@ def merge_by_kernel(merges: Sequence[Merge], steps: tuple[int, int], *, dithered
         for one in merges
     ]  # fmt: skip
     table = np.array(rows, dtype=np.int64)
-    aligned = all(one.data_ptr() % 16 == 0 for one in (weights, factors)) and not (table[:, [1, *range(3, 11)]] % EIGHT).any()
+    aligned = (
+        all(one.data_ptr() % 16 == 0 for one in (weights, factors)) and not (table[:, [1, *range(3, 11)]] % EIGHT).any()
+    )
     tiles = max(triton.cdiv(one.shape[0], ROWS) * triton.cdiv(one.shape[1], COLUMNS) for one, *_ in merges)
     scalings = np.array([one.scaling for one in merges], dtype=np.float32)
     with torch.cuda.device_of(weights):

@@ -25,7 +25,20 @@ from lockstep.models import (  # noqa: E402
 )
 from lockstep.rollout.paged import attention_kernels  # noqa: E402
 
-WIDE = ("lse", "delta", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share", "scalings")
+WIDE = (
+    "lse",
+    "delta",
+    "rms",
+    "sums",
+    "entropy",
+    "logprobs",
+    "grad_logprobs",
+    "grad_entropy",
+    "peak",
+    "mass",
+    "share",
+    "scalings",
+)
 WHOLE = {
     "targets": "*i64",
     "ids": "*i64",
