@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 
@@ -93,9 +92,8 @@ def merge_by_kernel(merges: Sequence[Merge], steps: tuple[int, int], *, dithered
     )
     tiles = max(triton.cdiv(one.shape[0], ROWS) * triton.cdiv(one.shape[1], COLUMNS) for one, *_ in merges)
     scalings = np.array([one.scaling for one in merges], dtype=np.float32)
-    with torch.cuda.device_of(weights):
-        _merge_kernel[(tiles, len(merges))](
-            on_device(table, weights.device), on_device(scalings, weights.device), weights, factors, *steps, table.shape[1],
-            bool(aligned), dithered, max(16, triton.next_power_of_2(int(table[:, 2].max()))), ROWS, COLUMNS,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+    _merge_kernel[(tiles, len(merges))](
+        on_device(table, weights.device), on_device(scalings, weights.device), weights, factors, *steps, table.shape[1],
+        bool(aligned), dithered, max(16, triton.next_power_of_2(int(table[:, 2].max()))), ROWS, COLUMNS,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -38,7 +38,7 @@ def test_products_of_few_rows(rows: int, outputs: int, inputs: int, halved: int)
 
 
 @pytest.mark.parametrize("ranks", [0, 32])
-@pytest.mark.parametrize(("rows", "halved"), [(128, False), (192, True), (256, True), (512, False)])
+@pytest.mark.parametrize(("rows", "halved"), [(80, False), (96, True), (256, True), (512, True), (544, False)])
 def test_halves_are_the_product(rows: int, halved: bool, ranks: int) -> None:
     from lockstep.rollout.paged.ops import TritonOps
 
