@@ -52,8 +52,9 @@ def microbatches(
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
     Sequences of one group with equal prompts stay together if they fit, so that their prompt is processed once. There are as few
-    micro-batches as fit, or one more for an even number. If the budget leaves room they are about equally large, so that several
-    ranks work for the same time; else each is filled before the next begins.
+    micro-batches as fit, or up to three more for an even number, from eight on a multiple of four. If the budget leaves room they
+    are about equally large; else each is filled before the next begins. The largest come first, so that ranks that take one each
+    work for the same time.
     """
     prefix = prefix if share_prompts else 0
     return [[cost.index for cost in chunk] for chunk in split(_costs(sequences, share_prompts, prefix), budget, prefix)]
@@ -73,9 +74,11 @@ class Cost:
 def split(costs: Sequence[Cost], budget: int, prefix: int = 0) -> list[list[Cost]]:
     """Split sequences with these costs as `microbatches` says."""
     fewest = _filled(costs, budget, prefix)
-    count = len(fewest) + (len(fewest) % 2 if len(fewest) > 2 else 0)
+    multiple = 1 if len(fewest) < 3 else 2 if len(fewest) < 8 else 4
+    count = -(-len(fewest) // multiple) * multiple
     even = _filled(costs, budget, prefix, count)
-    return even if len(even) <= count else fewest
+    chunks = even if len(even) <= count else fewest
+    return sorted(chunks, key=lambda chunk: -chunk[0].whole - sum(cost.more for cost in chunk[1:]))
 
 
 def _costs(sequences: Sequence[TrainSequence], share_prompts: bool, prefix: int) -> list[Cost]:

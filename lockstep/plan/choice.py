@@ -25,8 +25,9 @@ from lockstep.types import Metrics
 MARGIN = 0.05
 """Share of the prediction that is left free: rounding and gaps of the allocator, and the prediction's own error."""
 BUDGETS = (65536, 32768, 16384)
-"""Tokens of a micro-batch, tried in this order with each way of recomputing; more recomputation comes before fewer tokens."""
+"""Tokens of a micro-batch, tried in this order with each way of recomputing, the one that recomputes least first."""
 LEAST_BUDGET = 8192
+"""Tried in the same way if none of these fits."""
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 CPU_SIZES = (8192, "none")
 TOLERATED = 0.1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import LearnerError
 from lockstep.learner.packing import as_sequence, microbatches, number_tokens, pack, per_token
+from lockstep.learner.ranks import deal
 from lockstep.models.attention import AttentionKind
 from lockstep.types import TrainSequence
 
@@ -101,8 +102,10 @@ def test_without_sharing_every_response_has_its_prompt():
 def test_microbatches_by_hand():
     assert microbatches(FOUR, 100, share_prompts=True) == [[0, 2, 1, 3]]
     assert microbatches(FOUR, 6, share_prompts=True) == [[0, 2], [1, 3]]  # 3 + 1 + 2, then 1 + 2 + 0
-    assert microbatches(FOUR, 5, share_prompts=True) == [[0], [2], [1], [3]]  # three would fit, but not on two ranks
-    assert microbatches(FOUR, 1, share_prompts=True) == [[0], [2], [1], [3]]
+    # three would fit, but not on two ranks; the largest comes first
+    assert (
+        microbatches(FOUR, 5, share_prompts=True) == microbatches(FOUR, 1, share_prompts=True) == [[2], [0], [1], [3]]
+    )
     assert microbatches([], 5, share_prompts=True) == []
 
 
@@ -132,13 +135,16 @@ def test_every_sequence_comes_once_and_budgets_are_kept(
         assert packed.tokens <= budget or len(chunk) == 1
         assert packed.targets_R.tolist() == [token for i in chunk for token in sequences[i].ids]
         assert packed.ids_T.dtype == packed.rows_R.dtype == packed.targets_R.dtype == torch.int64
-    fewest = [[chunks[0][0]]]  # each full before the next begins
-    for index in [index for chunk in chunks for index in chunk][1:]:
+    loads = [pack(sequences, chunk, share_prompts=share, device=CPU, prefix=prefix).tokens for chunk in chunks]
+    assert loads == sorted(loads, reverse=True)
+    first, *others = sorted(range(len(sequences)), key=lambda index: sequences[index].group)
+    fewest = [[first]]  # each full before the next begins
+    for index in others:
         if pack(sequences, [*fewest[-1], index], share_prompts=share, device=CPU, prefix=prefix).tokens <= budget:
             fewest[-1].append(index)
         else:
             fewest.append([index])
-    assert len(fewest) <= len(chunks) <= len(fewest) + 1
+    assert len(fewest) <= len(chunks) <= len(fewest) + 3
 
 
 def test_microbatches_are_equally_large_and_even_in_number():
@@ -147,7 +153,10 @@ def test_microbatches_are_equally_large_and_even_in_number():
     chunks = microbatches(sequences, 14336, share_prompts=True)
     assert {len(chunk) for chunk in chunks} == {25, 26}
     assert len(chunks) == 20
-    assert [len(microbatches(sequences[:count], 14336, share_prompts=True)) for count in (20, 40, 60)] == [1, 2, 4]
+    loads = [pack(sequences, chunk, share_prompts=True, device=CPU).tokens for chunk in chunks]
+    assert all(len(set(each)) == 1 for ranks in (2, 4) for each in deal(loads, ranks))
+    numbers = [len(microbatches(sequences[:count], 14336, share_prompts=True)) for count in (20, 40, 60, 230, 300)]
+    assert numbers == [1, 2, 4, 12, 12]
 
 
 def test_what_a_token_sees_is_its_prompt_and_its_own_response():
