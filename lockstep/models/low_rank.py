@@ -36,10 +36,6 @@ class Merge(NamedTuple):
     out_OX: Tensor
     scaling: float
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self[:4]
-
 
 @dataclass(frozen=True, slots=True)
 class LowRank:

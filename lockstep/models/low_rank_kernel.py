@@ -9,20 +9,17 @@ Legend: O outputs, X inputs, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lockstep.models.host import on_device
 
-if TYPE_CHECKING:
-    from lockstep.models.low_rank import Merge
-
 ROWS, COLUMNS = 64, 128
-EIGHT = 8
-"""Elements: loads of several begin at a multiple of them, if all rows of all matrices do."""
+EIGHT, ALIGNMENT = 8, 16
+"""Elements and bytes: loads of several elements begin at a multiple of them, if all rows of all matrices do."""
 
 
 @triton.jit
@@ -69,31 +66,34 @@ def _merge_kernel(
     tl.store(weights_ptr + out + row[:, None] * out_row + column[None, :], rounded, mask=live & inside)
 
 
-def merge_by_kernel(merges: Sequence[Merge], steps: tuple[int, int], *, dithered: bool) -> None:
-    """Write base + scaling · up·down to the results of all layers, rounded as low_rank.merge says.
+def merge_by_kernel(
+    merges: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, float]], steps: tuple[int, int], *, dithered: bool
+) -> None:
+    """Write base + scaling · up·down to the results of all layers, rounded as low_rank.merge says. `merges`: base [O, X], down
+    [R, X], up [O, R], result and scaling of each.
 
     All matrices A and B have one dtype, all others another, and entries of a row are adjacent.
     """
-    weights, factors = merges[0].base_OX, merges[0].down_RX
+    weights, factors = merges[0][:2]
     rows = [
-        (
-            *one.base_OX.shape, one.down_RX.shape[0],
-            *(
-                number
-                for tensor, anchor in zip(one.tensors, (weights, factors, factors, weights), strict=True)
-                for number in ((tensor.data_ptr() - anchor.data_ptr()) // anchor.itemsize, tensor.stride(0))
-            ),
-        )
-        for one in merges
+        (*base_OX.shape, len(down_RX), *_place(base_OX, weights), *_place(down_RX, factors), *_place(up_OR, factors),
+         *_place(out_OX, weights))
+        for base_OX, down_RX, up_OR, out_OX, _ in merges
     ]  # fmt: skip
     table = np.array(rows, dtype=np.int64)
     aligned = (
-        all(one.data_ptr() % 16 == 0 for one in (weights, factors)) and not (table[:, [1, *range(3, 11)]] % EIGHT).any()
+        not any(one.data_ptr() % ALIGNMENT for one in (weights, factors))
+        and not (table[:, [1, *range(3, 11)]] % EIGHT).any()
     )
-    tiles = max(triton.cdiv(one.shape[0], ROWS) * triton.cdiv(one.shape[1], COLUMNS) for one, *_ in merges)
-    scalings = np.array([one.scaling for one in merges], dtype=np.float32)
+    tiles = max(triton.cdiv(outputs, ROWS) * triton.cdiv(inputs, COLUMNS) for outputs, inputs in table[:, :2].tolist())
+    scalings = np.array([scaling for *_, scaling in merges], dtype=np.float32)
     _merge_kernel[(tiles, len(merges))](
         on_device(table, weights.device), on_device(scalings, weights.device), weights, factors, *steps, table.shape[1],
         bool(aligned), dithered, max(16, triton.next_power_of_2(int(table[:, 2].max()))), ROWS, COLUMNS,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _place(tensor: Tensor, anchor: Tensor) -> tuple[int, int]:
+    """Return the distance of a matrix from the anchor in elements, and that from row to row."""
+    return (tensor.data_ptr() - anchor.data_ptr()) // anchor.itemsize, tensor.stride(0)
