@@ -52,9 +52,9 @@ def microbatches(
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
     Sequences of one group with equal prompts stay together if they fit, so that their prompt is processed once. There are as few
-    micro-batches as fit, or up to three more for an even number, from eight on a multiple of four. If the budget leaves room they
-    are about equally large; else each is filled before the next begins. The largest come first, so that ranks that take one each
-    work for the same time.
+    micro-batches as fit, or a few more: from three on an even number, from eight on a multiple of four. If the budget leaves room
+    they are about equally large; else each is filled before the next begins. The largest come first, so that ranks that take one
+    each work for about the same time.
     """
     prefix = prefix if share_prompts else 0
     return [[cost.index for cost in chunk] for chunk in split(_costs(sequences, share_prompts, prefix), budget, prefix)]
