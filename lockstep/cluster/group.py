@@ -19,6 +19,7 @@ from lockstep.learner.packing import microbatches
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
 from lockstep.learner.ranks import deal
 from lockstep.learner.value_head import CriticShare, critic_metrics
+from lockstep.rollout.beside import SampledReply
 from lockstep.rollout.requests import check_idle, check_version
 from lockstep.sync.compare import RankProof, differing
 from lockstep.sync.control import blind
@@ -28,6 +29,7 @@ from lockstep.types import (
     Completion,
     Forward,
     ForwardReport,
+    Grade,
     Learner,
     LearnerFacts,
     Loss,
@@ -45,6 +47,8 @@ SLICE_SECONDS = 0.1
 """Decoding between two messages of a worker."""
 AHEAD = 2
 """Calls that a worker is given at once: it decodes on while the driver reads and grades what it sent."""
+BETWEEN = ("push", "gpu_peak", "refresh")
+"""Calls between an update and a rollout, which workers make while the driver judges and logs the step."""
 SPARE = 4
 """A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
 POLL_SECONDS = 0.02
@@ -73,8 +77,8 @@ class GroupLearner:
                 part = replace(batch, sequences=tuple(sequences[place] for place in own))
                 workers.start([rank], "train", part, own, number * workers.size + rank, len(dealt))
         workers.start(everyone, "learner.finish_update")
-        if self._pushes:
-            workers.call_ahead("push")
+        for method in BETWEEN if self._pushes else ():
+            workers.call_ahead(method)
         self._meanwhile.do()
         for method in ("learner.begin_update", *["train"] * len(rounds)):
             workers.collect(everyone, method)
@@ -178,6 +182,8 @@ class GroupEngine:
         """Worker of each prompt of this version: it may keep keys and values for later turns while all environments work."""
         self._held = [0.0] * self.workers
         """Seconds in which each worker's engine waited for grades."""
+        self._ungraded: dict[str, SampledReply] = {}
+        """Replies whose grade is still to come, by request."""
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Compute in this way from now on, on all workers."""
@@ -236,18 +242,29 @@ class GroupEngine:
                 self._workers.revive(rank)
                 self._prepared.discard(rank)
                 self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
+                for request in self._open[rank]:
+                    self._ungraded.pop(request, None)
                 self._open[rank].clear()
                 self._asked[rank] = 0
                 continue
             self._asked[rank] -= 1
-            for one in found or ():  # none of a grader that was prepared
-                graded, longest = one.graded, max(self._held)
-                if graded is not None:  # the worker that waits longest decides what grading adds
-                    self._held[rank] += graded[2]
-                    graded = graded[0], graded[1], max(self._held) - longest
-                known = one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, graded
-                completions.append(Completion(self._open[rank].pop(one.request_id), *known))
+            if found is None:  # a grader was prepared
+                continue
+            for reply in found.replies:
+                if self._open[rank][reply.request_id].graded:
+                    self._ungraded[reply.request_id] = reply
+                else:
+                    completions.append(self._completion(rank, reply))
+            for one in found.grades:
+                (grade, seconds, held), longest = one.graded, max(self._held)
+                self._held[rank] += held  # the worker that waits longest decides what grading adds
+                graded = grade, seconds, max(self._held) - longest
+                completions.append(self._completion(rank, self._ungraded.pop(one.request_id), graded))
         return completions
+
+    def _completion(self, rank: int, one: SampledReply, graded: tuple[Grade, float, float] | None = None) -> Completion:
+        request = self._open[rank].pop(one.request_id)
+        return Completion(request, one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, graded)
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first, by the first worker's engine."""

@@ -27,7 +27,7 @@ from lockstep.device import choose_device, gpu_memory, gpu_peak, keep_objects, u
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.noise.targets import Targets
-from lockstep.rollout.beside import BesideEngine, SampledReply
+from lockstep.rollout.beside import BesideEngine, Found
 from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, fingerprint
 from lockstep.tasks.build import build_grader
@@ -116,8 +116,10 @@ class Sampler:
         return self.held()
 
     # --- engine ---------------------------------------------------------------------------------------------------
-    def sample(self, requests: list[Request], seconds: float) -> list[SampledReply]:
-        """Take requests and decode; returns completions after about this time, or when there are TOGETHER or nothing is left."""
+    def sample(self, requests: list[Request], seconds: float) -> Found:
+        """Take requests and decode; returns replies and grades after about this time, or when there are TOGETHER of either or
+        nothing is left.
+        """
         self.engine.submit(requests)
         end, found = time.monotonic() + seconds, list[Completion]()
         self._running = self._running or self.engine.completed()

@@ -15,7 +15,7 @@ from lockstep.workers.wire import loads
 
 @dataclass(frozen=True, slots=True)
 class SampledReply:
-    """A completion without its request, which the driver has, but with its text and answer, and its grade if it has one."""
+    """A completion without its request, which the driver has, but with its text and answer."""
 
     request_id: str
     ids: TokenIds
@@ -24,8 +24,23 @@ class SampledReply:
     version: int
     read: tuple[str, str]
     routes: bytes
-    graded: tuple[Grade, float, float] | None = None
-    """Its grade, the seconds that grading took, and those in which the engine waited for it with nothing else to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradedReply:
+    """The grade of a reply that was returned before."""
+
+    request_id: str
+    graded: tuple[Grade, float, float]
+    """The grade, the seconds that grading took, and those in which the engine waited for it with nothing else to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Replies as they end, and grades as they come: the driver takes in the one while the others are made."""
+
+    replies: list[SampledReply]
+    grades: list[GradedReply]
 
 
 POSTPONED_SECONDS = 0.05
@@ -43,8 +58,8 @@ class BesideEngine:
         self._prompts: dict[str, Prompt] = {}
         """Questions by their messages: all samples of a prompt bring the same."""
         self._grader: AsyncGrader | None = None
-        self._waiting: dict[str, tuple[Completion, tuple[str, str]]] = {}
-        """Completions without their grade, with their text and answer, by id."""
+        self._waiting: set[str] = set()
+        """Ids of the replies whose grade is still to come."""
         self._ungraded: list[tuple[Completion, str]] = []
         """Those of them that no grader has, and their answers."""
         self._since = 0.0
@@ -52,37 +67,38 @@ class BesideEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of completions that `take` has not returned yet."""
+        """Number of replies whose grade `take` has not returned yet."""
         return len(self._waiting)
 
-    def take(self, found: Sequence[Completion], until: float, most: int) -> list[SampledReply]:
-        """Take completions; returns those that are read, and graded if they are to be.
+    def take(self, found: Sequence[Completion], until: float, most: int) -> Found:
+        """Take completions; returns them, read, and the grades that have come for those that are to be graded.
 
         Without new ones it waits for grades until there are `most`, or until this time of the monotonic clock. Raises
         LockstepError if the grader cannot work at all.
         """
-        ready, now = list[SampledReply](), time.monotonic()
+        now = time.monotonic()
         self._since = self._since if self._ungraded else now
-        for one, read in zip(found, self._read([one.ids for one in found]), strict=True):
+        replies = [_reply(one, read) for one, read in zip(found, self._read([one.ids for one in found]), strict=True)]
+        for one, reply in zip(found, replies, strict=True):
             if one.request.graded:
-                self._waiting[one.request.id] = one, read
-                self._ungraded.append((one, read[1]))
-            else:
-                ready.append(_reply(one, read))
+                self._waiting.add(reply.request_id)
+                self._ungraded.append((one, reply.read[1]))
         # With more to come at once, the grader's threads would only hold them up.
         if len(found) < most or now > self._since + POSTPONED_SECONDS:
             self._grade_all()
+        grades: list[GradedReply] = []
         while self._grader is not None:
             keys = self._grader.done(0.0 if found else max(0.0, until - time.monotonic()))
             for key in keys:
                 graded = self._grader.grade(key), self._grader.seconds(key), self._grader.held
                 self._grader.held = 0.0  # the first of those that were waited for has told it
-                ready.append(_reply(*self._waiting.pop(key), graded))
+                grades.append(GradedReply(key, graded))
+            self._waiting.difference_update(keys)
             if not self._waiting:
                 self.drop()
-            if found or not keys or len(ready) >= most:
+            if found or not keys or len(grades) >= most:
                 break
-        return ready
+        return Found(replies, grades)
 
     def drop(self) -> None:
         """Forget all completions; calls of graders that have begun are waited for, at most as long as their limits say."""
@@ -95,15 +111,15 @@ class BesideEngine:
 
     def _grade_all(self) -> None:
         """Have all that wait graded."""
-        for one, answer in self._ungraded:
-            if self._grader is None:
-                self._grader = AsyncGrader(self.build())
-            asked = one.request.graded
-            if asked not in self._prompts:
-                self._prompts[asked] = loads(asked.encode())
-            self._grader.submit(one.request.id, self._prompts[asked], answer)
+        if not self._ungraded:
+            return
+        if self._grader is None:
+            self._grader = AsyncGrader(self.build())
+        for asked in {one.request.graded for one, _ in self._ungraded} - self._prompts.keys():
+            self._prompts[asked] = loads(asked.encode())
+        self._grader.submit_many([(o.request.id, self._prompts[o.request.graded], a) for o, a in self._ungraded])
         self._ungraded.clear()
 
 
-def _reply(one: Completion, read: tuple[str, str], graded: tuple[Grade, float, float] | None = None) -> SampledReply:
-    return SampledReply(one.request.id, one.ids, one.logprobs, one.finish, one.version, read, one.routes, graded)
+def _reply(one: Completion, read: tuple[str, str]) -> SampledReply:
+    return SampledReply(one.request.id, one.ids, one.logprobs, one.finish, one.version, read, one.routes)

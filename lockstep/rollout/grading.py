@@ -101,14 +101,24 @@ class AsyncGrader:
 
     def submit(self, key: str, prompt: Prompt, reply: str) -> None:
         """Grade a reply, immediately or in the background. Raises EngineError for a key that was submitted before."""
-        self._submit(prompt, _Call((key,), lambda: [self._task.grade(prompt, reply)], (prompt, (reply,))))
+        self.submit_many([(key, prompt, reply)])
+
+    def submit_many(self, asked: Sequence[tuple[str, Prompt, str]]) -> None:
+        """Grade replies as `submit` does, each by its key: threads know of all before they take the first."""
+        self._wait([call for one in asked if (call := self._entered(one[1], self._call(*one))) is not None])
+
+    def _call(self, key: str, prompt: Prompt, reply: str) -> _Call:
+        return _Call((key,), lambda: [self._task.grade(prompt, reply)], (prompt, (reply,)))
 
     def submit_replies(self, prompt: Prompt, replies: Mapping[str, ReplyText]) -> None:
         """Grade replies to one prompt, by their keys, in one call. Raises EngineError as `submit` does."""
         given = list(replies.values())
-        self._submit(prompt, _Call((*replies,), lambda: self._task.grade_replies(prompt, given), (prompt, given)))
+        call = _Call((*replies,), lambda: self._task.grade_replies(prompt, given), (prompt, given))
+        if self._entered(prompt, call) is not None:
+            self._wait([call])
 
-    def _submit(self, prompt: Prompt, call: _Call) -> None:
+    def _entered(self, prompt: Prompt, call: _Call) -> _Call | None:
+        """Note a call; returns it if a thread has to make it, and None if it is made."""
         if twice := next((key for key in call.keys if key in self._grades), None):
             raise EngineError(
                 "the engine returned this reply twice",
@@ -122,11 +132,11 @@ class AsyncGrader:
         if self._threads is None or not self._task.workers_for(prompt):
             self._make([call])
             self.held += call.seconds
-            return
+            return None
         if (found := self._task.grades_many(prompt)) is not None:
             call.together, own = found
             call.asked = (own, call.asked[1])
-        self._wait([call])
+        return call
 
     # --- threads --------------------------------------------------------------------------------------------------
     def _wait(self, calls: Sequence[_Call], *, again: bool = False) -> None:

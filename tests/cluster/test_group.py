@@ -12,17 +12,19 @@ import pytest
 
 from lockstep.build.parts import Meanwhile
 from lockstep.cluster.group import GroupEngine, GroupLearner
-from lockstep.cluster.process_workers import Workers
+from lockstep.cluster.process_workers import LOST, Workers
 from lockstep.errors import EngineError
 from lockstep.learner.packing import as_sequence
 from lockstep.learner.protocol import Share
-from lockstep.rollout.beside import SampledReply
+from lockstep.rollout.beside import Found, GradedReply, SampledReply
 from lockstep.types import Batch, FinishReason, Grade, LearnerFacts, Request, Sampling
 from tests.loops.runs import recipe
 
 
 class Stub:
-    """Two workers that answer each call at once, both together. A graded reply of worker r waited r + 1 seconds."""
+    """Two workers that answer each call at once, both together. A grade comes with the answer after that with the reply, and
+    worker r waited r + 1 seconds for it.
+    """
 
     size = 2
     processes = SimpleNamespace(gpu=False)
@@ -33,6 +35,11 @@ class Stub:
         self.sent: list[list[Request]] = []
         self.rank_of: dict[str, int] = {}
         self.methods: list[list[str]] = [[], []]
+        """Those of the calls under way."""
+        self.asked: list[list[str]] = [[], []]
+        self.grades: list[list[GradedReply]] = [[], []]
+        self.lost: set[int] = set()
+        """Workers whose next answer is that they are lost."""
 
     def start(self, ranks: list[int], method: str, requests: Sequence[Request] = (), seconds: float = 0.0) -> None:
         (rank,) = ranks
@@ -40,20 +47,35 @@ class Stub:
         self.sent += [[*requests]] if requests else []
         self.rank_of |= {request.id: rank for request in requests}
         self.methods[rank].append(method)
+        self.asked[rank].append(method)
 
     def results(self, seconds: float) -> dict[int, Any]:
         found = {rank: calls.pop(0) for rank, calls in enumerate(self.calls) if calls}
         assert found, "no call is under way"
-        return {rank: [_reply(one, rank) for one in requests] or None for rank, requests in found.items()}
+        return {rank: self.answer(rank, requests) for rank, requests in found.items()}
+
+    def answer(self, rank: int, requests: Sequence[Request]) -> Any:
+        if rank in self.lost:
+            self.calls[rank].clear()
+            self.grades[rank].clear()
+            return LOST
+        if self.methods[rank].pop(0) == "prepare_grader":
+            return None
+        grades, graded = self.grades[rank], (Grade(1.0), 0.5, rank + 1.0)
+        self.grades[rank] = [GradedReply(one.id, graded) for one in requests if one.graded]
+        return Found([_reply(one) for one in requests], grades)
+
+    def revive(self, rank: int) -> None:
+        self.lost.discard(rank)
+        self.methods[rank].clear()
 
     def call(self, method: str) -> list[None]:
         self.dropped += 1
         return [None, None]
 
 
-def _reply(request: Request, rank: int) -> SampledReply:
-    graded = (Grade(1.0), 0.5, rank + 1.0) if request.graded else None
-    return SampledReply(request.id, (1,), (-0.5,), FinishReason.STOP, 0, ("a", "a"), b"route", graded)
+def _reply(request: Request) -> SampledReply:
+    return SampledReply(request.id, (1,), (-0.5,), FinishReason.STOP, 0, ("a", "a"), b"route")
 
 
 def test_an_engine_can_be_closed_between_two_completions(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -93,8 +115,30 @@ def test_what_grading_adds_is_what_the_slowest_worker_waits(tmp_path: Path, tiny
         found = [one.graded for one in engine.completed()]
         assert [one[:2] for one in found if one] == [(Grade(1.0), 0.5)] * 4
         assert sum(one[2] for one in found if one) == 4.0
-    assert [one.count("prepare_grader") for one in stub.methods] == [1, 1]
-    assert [one[0] for one in stub.methods] == ["prepare_grader"] * 2
+    assert [one.count("prepare_grader") for one in stub.asked] == [1, 1]
+    assert [one[0] for one in stub.asked] == ["prepare_grader"] * 2
+
+
+def test_replies_without_a_grade_are_sampled_again_if_their_worker_is_lost(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    stub: Any = Stub()
+    engine = GroupEngine(stub, recipe(tmp_path, tiny_model_dir))
+    engine.load(iter(()), 0)
+    requests = [Request(f"task/{i}#0", (3,), f"task/{i}", i, Sampling(4), 0, graded="question") for i in range(4)]
+    engine.submit(requests)
+    losses: list[int] = []
+
+    def lose() -> None:
+        if stub.grades[1] and not losses:
+            losses.append(1)
+            stub.lost.add(1)
+
+    ended = [*engine.completed(lose)]
+    assert sorted(one.request.id for one in ended) == [one.id for one in requests]
+    assert all(one.graded and one.read == ("a", "a") for one in ended)
+    assert [sum(one.id == f"task/{i}#0" for sent in stub.sent for one in sent) for i in range(4)] == [1, 2, 1, 2]
+    assert stub.asked[1].count("prepare_grader") == 2
 
 
 def test_the_driver_works_while_workers_update() -> None:
@@ -207,4 +251,9 @@ def test_a_call_that_was_made_ahead_is_not_made_again() -> None:
     assert workers.call("verify") == ["verify 5 of 0", "verify 5 of 1"]
     assert workers.call("push") == ["push 3 of 0", "push 3 of 1"]
     assert started == ["push", "push", "push", "held", "verify"]
+    for first in (6, 9):  # nobody asks for the second of these
+        for method in ("push", "refresh"):
+            workers.call_ahead(method)
+        assert workers.call("push") == [f"push {first} of 0", f"push {first} of 1"]
+        assert workers.call_one(0, "held") == f"held {first + 2} of 0"
     assert under_way == [[], []]

@@ -120,6 +120,6 @@ def test_replies_that_finish_together_come_in_several_messages(tmp_path: Path) -
     sampler.engine = engine = Finished()
     sampler._beside = BesideEngine(NoQuestions, engine.read_many)
     requests = [Request(f"p#{n}", (1,), "p", n, Sampling(1), 0) for n in range(TOGETHER + 3)]
-    messages = [sampler.sample(asked, 60.0) for asked in (requests, [], [])]
+    messages = [sampler.sample(asked, 60.0).replies for asked in (requests, [], [])]
     assert [len(replies) for replies in messages] == [TOGETHER, 3, 0]
     assert [one.request_id for replies in messages for one in replies] == [one.id for one in requests]

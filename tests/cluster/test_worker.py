@@ -23,7 +23,7 @@ def test_an_update_gives_up_what_is_kept_for_later_turns(tmp_path: Path, tiny_mo
         worker.build(json.dumps(settings.model_dump(mode="json")), False)
         worker.push()
         asked = replace(request("a", (5, 6, 7), Sampling(4, ignore_eos=True), group="a#0", version=0), keep=True)
-        (reply,) = worker.sample([asked], 60.0)
+        (reply,) = worker.sample([asked], 60.0).replies
         history = (*asked.prompt_ids, *reply.ids)
         worker.learner.begin_update()
         worker.train(batch([8]), [0], 0, 1)

@@ -7,17 +7,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from lockstep.config import schema
 from lockstep.errors import TaskError
-from lockstep.rollout.beside import BesideEngine, SampledReply
+from lockstep.rollout.beside import BesideEngine
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.tasks.build import build_grader, build_task
 from lockstep.tasks.mixed import Mixed
 from lockstep.types import Completion, FinishReason, Grade, Prompt, Request, Sampling, TokenIds
 from lockstep.workers.wire import dumps, loads
+
+Graded: TypeAlias = tuple[Grade, float, float]
 
 OWN = """
 import os
@@ -68,13 +71,17 @@ def completion(prompt: Prompt, text: str, asked: Prompt | None) -> Completion:
     return Completion(request, ids, (-1.0,) * len(ids), FinishReason.STOP, 0)
 
 
-def all_of(engine: BesideEngine, found: Sequence[Completion], seconds: float = 20.0) -> dict[str, SampledReply]:
-    """Return everything that comes for these completions, by id."""
-    ready = engine.take(found, 0.0, 32)
-    end = time.monotonic() + seconds
+def all_of(engine: BesideEngine, found: Sequence[Completion], seconds: float = 20.0) -> dict[str, Graded | None]:
+    """Return the grades of these completions by id, None for those that get none; each is returned at once, as it was read."""
+    first = engine.take(found, 0.0, 32)
+    assert [one.request_id for one in first.replies] == [one.request.id for one in found]
+    assert all(reply.read == read_many([one.ids])[0] for reply, one in zip(first.replies, found, strict=True))
+    grades, end = first.grades, time.monotonic() + seconds
     while engine.waiting and time.monotonic() < end:
-        ready += engine.take([], time.monotonic() + 0.2, 32)
-    return {one.request_id: one for one in ready}
+        later = engine.take([], time.monotonic() + 0.2, 32)
+        assert later.replies == []
+        grades += later.grades
+    return dict.fromkeys(one.request.id for one in found) | {one.request_id: one.graded for one in grades}
 
 
 @pytest.mark.parametrize("kind", ["own", "sums", "mixed", "nothing"])
@@ -95,16 +102,15 @@ def test_grades_are_those_of_the_task(own: dict[str, object], kind: str) -> None
     assert len(apart) == expected[kind]
     for one in prompts:
         for text in ("no", "4", right(one)):
-            graded = found[f"{one.id}#{text}"].graded
-            assert found[f"{one.id}#{text}"].read == (text, text)
+            graded = found[f"{one.id}#{text}"]
             assert (graded is not None) == (one.id in apart)
             if graded is not None:
                 assert comparable(graded[0]) == comparable(task.grade(one, text))
                 assert graded[0].scored
-    rewards = {one.graded[0].reward for one in found.values() if one.graded}
+    rewards = {graded[0].reward for graded in found.values() if graded}
     assert rewards == ({0.0, 1.0} if apart else set())
     if isinstance(task, Mixed):
-        assert {one.graded[0].extracted for one in found.values() if one.graded} >= {"q0-0count"}
+        assert {graded[0].extracted for graded in found.values() if graded} >= {"q0-0count"}
 
 
 def right(prompt: Prompt) -> str:
@@ -129,20 +135,20 @@ def test_processes_are_the_engines_own_and_a_reply_that_hangs_holds_up_no_other(
 
     engine = BesideEngine(build, read_many)
     (prompt,) = task.batch(0, 1)
-    assert all_of(engine, [completion(prompt, "free", None)])[f"{prompt.id}#free"].graded is None
+    assert all_of(engine, [completion(prompt, "free", None)])[f"{prompt.id}#free"] is None
     assert built == []
     texts = ["hang", *map(str, range(1000, 1020))]
-    first = engine.take([completion(prompt, text, task.apart(prompt)) for text in texts], 0.0, 99)
+    first = engine.take([completion(prompt, text, task.apart(prompt)) for text in texts], 0.0, 99).grades
     while len(first) < 20:
-        first += engine.take([], time.monotonic() + 5, 20 - len(first))
+        first += engine.take([], time.monotonic() + 5, 20 - len(first)).grades
     assert engine.waiting == 1
-    grades = [one.graded[0] for one in first if one.graded]
+    grades = [one.graded[0] for one in first]
     assert {(grade.reward, grade.metrics["parent"]) for grade in grades} == {(1.0, float(os.getpid()))}
     ((_, last),) = all_of(engine, []).items()
-    assert last.graded is not None
-    assert "time limit" in str(last.graded[0].error)
-    assert last.graded[1] > 0.5
-    assert last.graded[2] > 0.3
+    assert last is not None
+    assert "time limit" in str(last[0].error)
+    assert last[1] > 0.5
+    assert last[2] > 0.3
     assert len(built) == 1
     assert built[0].workers == 2
 
@@ -205,7 +211,7 @@ def test_replies_that_never_stop_coming_are_graded_all_the_same(own: dict[str, o
     graded, end, number = 0, time.monotonic() + 20, 0
     while not graded and time.monotonic() < end:
         number += 1
-        graded += len(engine.take([completion(prompt, str(number), task.apart(prompt))], 0.0, 1))
+        graded += len(engine.take([completion(prompt, str(number), task.apart(prompt))], 0.0, 1).grades)
         time.sleep(0.001)
     assert graded
     assert number > 10
