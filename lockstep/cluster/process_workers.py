@@ -267,8 +267,9 @@ class Workers:
         return self._early.pop(method, []) or self._called(range(self.size), method, *arguments)
 
     def call_ahead(self, method: str) -> None:
-        """Begin a call that `call` will ask for."""
+        """Begin a call that `call` may ask for."""
         self.processes.start(self.ranks, method)
+        self._early.pop(method, None)  # results come in the order of the calls
         self._early[method] = []
 
     def _take_early(self) -> None:

@@ -19,6 +19,7 @@ from lockstep.learner.learner import TorchLearner
 from lockstep.learner.ranks import TorchRanks
 from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.noise.targets import find_targets
+from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.sync.compare import RankProof
 from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
@@ -89,6 +90,11 @@ class Worker(Sampler):
     def push(self) -> RankProof:
         """Give the engine the learner's version and prove it."""
         return self._rank_proof(self._sync.push(self.learner, self.engine))
+
+    def refresh(self) -> None:
+        """Make what the next rollout would make first of the new weights."""
+        if isinstance(self.engine, PagedEngine):
+            self.engine.refresh()
 
     def verify(self) -> RankProof:
         """Prove everything and change nothing."""

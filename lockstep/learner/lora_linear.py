@@ -187,7 +187,10 @@ def _with_merged(parts: Sequence[_Parts], merged: Sequence[MergedWeight], x: Ten
         return tuple(_with_merged([one], [weight], x)[0] for one, weight in zip(parts, merged, strict=True))
     function: Any = MergedLora
     x_TI, weight_OI = x.reshape(-1, x.shape[-1]), joined_merged(merged)
-    found = function.apply(x_TI, weight_OI, bias_O, parts[0].scaling, *sizes, *downs, *ups)
+    if torch.is_grad_enabled():
+        found = function.apply(x_TI, weight_OI, bias_O, parts[0].scaling, *sizes, *downs, *ups)
+    else:
+        found = torch.nn.functional.linear(x_TI, weight_OI, bias_O).split(sizes[0], 1)
     return tuple(one.view(*x.shape[:-1], -1) for one in found)
 
 

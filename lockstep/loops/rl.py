@@ -59,7 +59,8 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                 )
             parts.meanwhile.drop()
             metrics |= measured() | noise | update_metrics
-            metrics |= session.sync() | floor.metrics(groups, metrics) | parts.rank_seconds()
+            metrics |= floor.metrics(groups, metrics)  # while workers push
+            metrics |= session.sync() | parts.rank_seconds()
             if stored:
                 learned = tokens.take() if tokens else None
                 write_rollouts(logger.run, step + 1, groups, spread(groups, kept, advantages), learned)

@@ -36,9 +36,9 @@ class MergedWeight:
 
     def change(self) -> Change | None:
         """Return the sum to be made; None if W, A and B are those that the present one was made of."""
-        layer = self._layer
-        base, down, up = layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        scaling = layer.scaling[ADAPTER]
+        parts = self._layer._modules  # looked up directly: this is done for each layer of each pass
+        down, up = (parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B"))
+        base, scaling = parts["base_layer"]._parameters["weight"], self._layer.scaling[ADAPTER]
         made_of = (scaling, *((part.data_ptr(), part._version) for part in (base, down, up)))
         if made_of == self._made_of:
             return None

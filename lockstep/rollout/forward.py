@@ -24,12 +24,15 @@ class Computation:
         self.forward = Forward()
         self.numerics: ModelNumerics = numerics_of(model)
         self._model, self._merged = model, merged_of(model)
+        self._fresh = False
+        """True if `refresh` has nothing to do."""
         self._noise: NoisyNorms | None = None
 
     def set(self, forward: Forward, open_requests: int) -> ForwardReport:
         """Apply a Forward. Raises EngineError while requests are open, if a numerics or a noise would change no layer, or if a
         quantised weight does not match the present weight.
         """
+        self._fresh = False
         check_settled(open_requests, f"numerics {forward.numerics or 'of the weights'}")
         try:
             layers = self.numerics.serve(forward.numerics)
@@ -57,13 +60,16 @@ class Computation:
 
     def loaded(self) -> None:
         """Make the merged weights again before they are read: the weights are new, and torch may not have counted the writes."""
+        self._fresh = False
         for merged in self._merged:
             merged.forget()
 
     def refresh(self) -> None:
-        """Update what is made of the weights in place, for captured steps."""
-        self.numerics.refresh(self.forward.numerics)
-        make(self._merged)
+        """Update what is made of the weights in place, for captured steps: once for weights that were loaded."""
+        if not self._fresh:
+            self.numerics.refresh(self.forward.numerics)
+            make(self._merged)
+            self._fresh = True
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context that each pass of the model runs in."""

@@ -25,13 +25,13 @@ class Utilisation:
         self._read = read
         self._readings: list[Reading] = []
         self._over = threading.Event()
-        self._began, self._cpu = time.monotonic(), _cpu_seconds()
+        self._began, self._cpu = self._used = time.monotonic(), _cpu_seconds()
         if read is not None:
             threading.Thread(target=self._watch, name="utilisation", daemon=True).start()
 
     def step(self) -> Metrics:
         """Return shares of the time since the last call."""
-        now, cpu = time.monotonic(), _cpu_seconds()
+        now, cpu = (time.monotonic(), _cpu_seconds()) if self._read is None else self._used
         wall = (now - self._began) * len(os.sched_getaffinity(0))
         found: Metrics = {"cpu/utilisation": min(1.0, max(0.0, cpu - self._cpu) / wall)} if wall > 0 else {}
         self._began, self._cpu = now, cpu
@@ -50,6 +50,7 @@ class Utilisation:
             with suppress(Exception):  # a driver that does not answer ends no run; its readings are absent
                 found = self._read()  # a step may end meanwhile, and begin another list
                 self._readings.extend(found)
+            self._used = time.monotonic(), _cpu_seconds()
 
 
 def gpu_reader() -> Callable[[], Sequence[Reading]] | None:

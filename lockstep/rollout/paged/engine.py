@@ -73,6 +73,8 @@ class PagedEngine:
         self._stops_X = torch.tensor(sorted(stop_ids) or [-1], dtype=torch.int64, device=self._device)
         self._rows: Rows | None = None
         self._bound: tuple[object, ...] = ()
+        self._parameters = [module._parameters for module in model.modules() if module._parameters]
+        """Those of each module: to look for the modules each time takes longer than all else before a rollout."""
         layers: list[Any] = [module for module in model.modules() if "lora_A" in module._modules]
         self._scalings: list[dict[str, float]] = [layer.scaling for layer in layers if hasattr(layer, "scaling")]
         """Scalings of the adapters: captured steps hold them as constants."""
@@ -159,6 +161,10 @@ class PagedEngine:
         self._computation.loaded()
         self.version = version
 
+    def refresh(self) -> None:
+        """Update what is made of the weights, as merged ones, in place. The next request would wait for it."""
+        self._computation.refresh()
+
     def weights(self) -> WeightStream:
         """Yield the weights that decoding reads: the fused tensors if there are any, else the model's parameters."""
         self._computation.require_clean("the weights were requested")
@@ -225,8 +231,10 @@ class PagedEngine:
 
     def _rebind(self) -> None:
         """Drop captured steps if an address or an adapter's scaling in them changed; update what is made of weights in place."""
-        self._computation.refresh()
-        bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
+        self.refresh()
+        bound: tuple[object, ...] = tuple(
+            p.data_ptr() for held in self._parameters for p in held.values() if p is not None
+        )
         bound += tuple(factor for factors in self._scalings for factor in factors.values())
         if bound != self._bound:
             self._step.forget()
