@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -22,7 +22,7 @@ from lockstep.plan.choice import MemoryPlan
 from lockstep.sync.transports import RunSync
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.mixed import Progress
-from lockstep.types import Metrics, RolloutEngine
+from lockstep.types import Metrics, Request, RolloutEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,5 +135,7 @@ class Parts:
     """Returns the largest use of a GPU so far, of all workers that train; None on a CPU."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
     """Work of this process for the time of an update."""
+    begin: Callable[[Sequence[Request]], None] | None = None
+    """Has workers sample requests of the next step once they hold its weights; None if something may come in between."""
     beside: bool = False
     """True if workers grade the replies that they sample for training; see rollout.beside."""

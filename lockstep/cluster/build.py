@@ -17,7 +17,8 @@ from lockstep.build.parts import Carried, Meanwhile, Parts, PolicyFacts
 from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
-from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
+from lockstep.cluster.group import GroupCritic, GroupLearner, GroupSync
+from lockstep.cluster.group_engine import GroupEngine
 from lockstep.cluster.host import TRAINER
 from lockstep.cluster.process_workers import ProcessWorkers, Workers
 from lockstep.cluster.sampler import Facts
@@ -65,10 +66,11 @@ def place_parts(
     given.unlink(missing_ok=True)
     learns, meanwhile = replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe))), Meanwhile()
     pushes = recipe.loop == "rl" and recipe.updates_per_step == 1 and settings is None and samplers is None
+    engine = GroupEngine(samplers or workers, recipe)
     return Parts(
         connected(recipe, task, resolved, facts),
         task,
-        GroupEngine(samplers or workers, recipe),
+        engine,
         objective,
         GroupLearner(workers, learns, meanwhile, pushes=pushes),
         None if settings is None else GroupCritic(workers, joint=settings.backbone == "shared"),
@@ -79,6 +81,7 @@ def place_parts(
         started.phase_seconds,
         lambda: GpuPeak(*map(max, zip(*workers.call("gpu_peak"), strict=True))) if started.gpu else None,
         meanwhile,
+        engine.begin if pushes else None,
         beside=recipe.rollout.deal != "queue",
     )
 

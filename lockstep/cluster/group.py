@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from lockstep.build.parts import Meanwhile
 from lockstep.checkpoint.state import take_tensors, write_tensors
-from lockstep.cluster.process_workers import LOST, Workers
+from lockstep.cluster.process_workers import Workers
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
-from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
 from lockstep.learner.packing import microbatches
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
 from lockstep.learner.ranks import deal
 from lockstep.learner.value_head import CriticShare, critic_metrics
-from lockstep.rollout.beside import SampledReply
-from lockstep.rollout.requests import check_idle, check_version
 from lockstep.sync.compare import RankProof, differing
 from lockstep.sync.control import blind
 from lockstep.sync.fingerprint import Fingerprints
 from lockstep.types import (
     Batch,
-    Completion,
-    Forward,
-    ForwardReport,
-    Grade,
     Learner,
     LearnerFacts,
     Loss,
     Metrics,
     Proof,
-    Request,
     RolloutEngine,
     Scored,
     TokenIds,
@@ -43,16 +35,8 @@ from lockstep.types import (
     WeightStream,
 )
 
-SLICE_SECONDS = 0.1
-"""Decoding between two messages of a worker."""
-AHEAD = 2
-"""Calls that a worker is given at once: it decodes on while the driver reads and grades what it sent."""
 BETWEEN = ("push", "gpu_peak", "refresh")
 """Calls between an update and a rollout, which workers make while the driver judges and logs the step."""
-SPARE = 4
-"""A worker that gets prompts as it has room has a waiting request per four rows: a free row need not wait for the driver."""
-POLL_SECONDS = 0.02
-"""Longest wait for completions while grades or environments may be ready."""
 
 
 class GroupLearner:
@@ -98,7 +82,7 @@ class GroupLearner:
 
     def weights(self) -> WeightStream:
         """Return the weights of the first worker, read from a file."""
-        return iter(_weights(self._workers).items())
+        return iter(weights_of(self._workers).items())
 
     def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
         """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
@@ -111,7 +95,7 @@ class GroupLearner:
 
     def fingerprint(self, *, frozen: bool = False, only: Collection[str] = ()) -> Fingerprints:
         """Return fingerprints as TorchLearner does. Raises SyncError if the workers hold different weights."""
-        return _agreed(self._workers.call("learner.fingerprint", frozen, list(only)))
+        return agreed(self._workers.call("learner.fingerprint", frozen, list(only)))
 
     def save(self) -> LearnerState:
         """Return the content of a checkpoint, which is that of a single learner."""
@@ -150,146 +134,6 @@ class GroupCritic:
     def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Continue where counters and tensors were saved, by any number of workers."""
         _give(self._workers, tensors, "critic", counters)
-
-
-class GroupEngine:
-    """The engines of all workers as one. All samples of a prompt are drawn by one of them."""
-
-    def __init__(self, workers: Workers, recipe: Recipe) -> None:
-        """Take the workers, to which requests are dealt as the recipe says."""
-        self._workers, self.workers = workers, workers.size
-        self._rows: int | None = None
-        """Each gets further prompts when it has fewer requests than these; None: all at once, in turn."""
-        if recipe.rollout.deal == "queue":
-            slots = recipe.slots("cuda" if workers.processes.gpu else "cpu")
-            self._rows = min(slots + slots // SPARE, -(-recipe.samples_per_step // workers.size))
-        self.version = -1
-        self.forward = Forward()
-        self._prepared = set[int]()
-        """Workers that have a grader: building one may take as long as a user's file takes to load."""
-        self._forget()
-
-    def _forget(self) -> None:
-        """Have no requests."""
-        self._queue: dict[str, list[Request]] = {}
-        """Requests of the prompts that no worker has yet."""
-        self._outbox: list[list[Request]] = [[] for _ in range(self.workers)]
-        self._open: list[dict[str, Request]] = [{} for _ in range(self.workers)]
-        """Requests that each worker has, by id."""
-        self._asked = [0] * self.workers
-        """Calls under way of each worker."""
-        self._prompts: dict[str, int] = {}
-        """Worker of each prompt of this version: it may keep keys and values for later turns while all environments work."""
-        self._held = [0.0] * self.workers
-        """Seconds in which each worker's engine waited for grades."""
-        self._ungraded: dict[str, SampledReply] = {}
-        """Replies whose grade is still to come, by request."""
-
-    def set_forward(self, forward: Forward) -> ForwardReport:
-        """Compute in this way from now on, on all workers."""
-        report: ForwardReport = self._workers.call("engine.set_forward", forward)[0]
-        self.forward = forward
-        return report
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises StaleWeightsError for another version."""
-        for request in requests:
-            check_version(request, self.version)
-            prompt = request.id.rpartition("#")[0]
-            if prompt in self._prompts:  # later turns of an episode go where the first went
-                self._outbox[self._prompts[prompt]].append(request)
-            else:
-                self._queue.setdefault(prompt, []).append(request)
-
-    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
-        """Yield completions as they finish, until no request is left."""
-        while self._queue or any(self._outbox) or any(self._open) or any(self._asked):
-            self._deal()
-            for rank in range(self._workers.size):
-                while self._asked[rank] < AHEAD and (self._outbox[rank] or self._open[rank]):
-                    self._ask(rank)
-            yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
-            if between is not None:
-                between()
-        self._held = [0.0] * self.workers
-
-    def _deal(self) -> None:
-        """Give prompts of the queue to the workers in turn, or if room counts to those that have it, the emptiest first."""
-        while self._queue:
-            held = [len(sent) + len(box) for sent, box in zip(self._open, self._outbox, strict=True)]
-            rank = len(self._prompts) % self.workers if self._rows is None else held.index(min(held))
-            if self._rows is not None and held[rank] >= self._rows:
-                return
-            prompt = next(iter(self._queue))
-            self._prompts[prompt] = rank
-            self._outbox[rank] += self._queue.pop(prompt)
-
-    def _ask(self, rank: int) -> None:
-        requests, self._outbox[rank] = self._outbox[rank], []
-        self._open[rank] |= {request.id: request for request in requests}
-        if rank not in self._prepared and any(request.graded for request in requests):
-            self._prepared.add(rank)
-            self._workers.start([rank], "prepare_grader")
-            self._asked[rank] += 1
-        self._workers.start([rank], "sample", requests, SLICE_SECONDS)
-        self._asked[rank] += 1
-
-    def _arrived(self, seconds: float) -> list[Completion]:
-        """Return completions, after at most so long a wait. The requests of a lost worker go to the one in its place."""
-        completions: list[Completion] = []
-        for rank, found in self._workers.results(seconds).items():
-            if found is LOST:
-                self._workers.revive(rank)
-                self._prepared.discard(rank)
-                self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
-                for request in self._open[rank]:
-                    self._ungraded.pop(request, None)
-                self._open[rank].clear()
-                self._asked[rank] = 0
-                continue
-            self._asked[rank] -= 1
-            if found is None:  # a grader was prepared
-                continue
-            for reply in found.replies:
-                if self._open[rank][reply.request_id].graded:
-                    self._ungraded[reply.request_id] = reply
-                else:
-                    completions.append(self._completion(rank, reply))
-            for one in found.grades:
-                (grade, seconds, held), longest = one.graded, max(self._held)
-                self._held[rank] += held  # the worker that waits longest decides what grading adds
-                graded = grade, seconds, max(self._held) - longest
-                completions.append(self._completion(rank, self._ungraded.pop(one.request_id), graded))
-        return completions
-
-    def _completion(self, rank: int, one: SampledReply, graded: tuple[Grade, float, float] | None = None) -> Completion:
-        request = self._open[rank].pop(one.request_id)
-        return Completion(request, one.ids, one.logprobs, one.finish, one.version, one.read, one.routes, graded)
-
-    def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Return the log-probability of every token but the first, by the first worker's engine."""
-        return list(self._workers.call_one(0, "engine.score", sequences))
-
-    def load(self, weights: WeightStream, version: int) -> None:
-        """Become `version`: the workers' engines read their learners' weights."""
-        check_idle(len(self._queue) + sum(map(len, (*self._open, *self._outbox))), version)
-        self._prompts.clear()
-        self.version = version
-
-    def fingerprints(self) -> Fingerprints:
-        """Return fingerprints of what samples. Raises SyncError if the workers hold different weights."""
-        return _agreed(self._workers.call("held"))
-
-    def weights(self, only: Collection[str] = ()) -> WeightStream:
-        """Return what the first worker samples with, read from a file."""
-        return ((name, tensor) for name, tensor in _weights(self._workers).items() if not only or name in only)
-
-    def close(self) -> None:
-        """Drop all requests."""
-        while any(self._asked):
-            self._arrived(SLICE_SECONDS)
-        self._workers.call("drop")
-        self._forget()
 
 
 class GroupSync:
@@ -363,7 +207,7 @@ class GroupSync:
         return max(proofs, key=lambda proof: proof.probe.mean if proof.probe else 0.0)
 
 
-def _agreed(held: Sequence[Fingerprints]) -> Fingerprints:
+def agreed(held: Sequence[Fingerprints]) -> Fingerprints:
     if faults := differing(held[0], held):
         what = f"workers hold different weights: {'; '.join(map(str, faults[:8]))}"
         raise SyncError(what, fix="resume from the last checkpoint")
@@ -383,7 +227,7 @@ def _give(workers: Workers, tensors: Mapping[str, Tensor], part: str, counters: 
     path.unlink()
 
 
-def _weights(workers: Workers) -> dict[str, Tensor]:
+def weights_of(workers: Workers) -> dict[str, Tensor]:
     """Return what the first worker samples with."""
     workers.call_one(0, "write_weights")
     return take_tensors(workers.folder / WEIGHTS)

@@ -7,7 +7,7 @@ import secrets
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -260,10 +260,12 @@ class Workers:
         self.processes, self.ranks, self.size, self.folder = processes, ranks, len(ranks), processes.folder
         self._early: dict[str, list[Any]] = {}
         """Results of calls that were made ahead, by method; none yet of those under way."""
+        self.withdraw: Callable[[], None] | None = None
+        """Ends what was begun ahead, before any other call; None if nothing was."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker with the same arguments; returns the results by rank."""
-        self._take_early()
+        self.take_early()
         return self._early.pop(method, []) or self._called(range(self.size), method, *arguments)
 
     def call_ahead(self, method: str) -> None:
@@ -272,7 +274,11 @@ class Workers:
         self._early.pop(method, None)  # results come in the order of the calls
         self._early[method] = []
 
-    def _take_early(self) -> None:
+    def begin(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
+        """Begin a call behind those that were made ahead, whose results are still to come."""
+        self.processes.start([self.ranks[rank] for rank in ranks], method, *arguments)
+
+    def take_early(self) -> None:
         """Take the results of calls that were made ahead: they come before those of any other."""
         for method, found in self._early.items():
             self._early[method] = found or self.collect(range(self.size), method)
@@ -307,8 +313,11 @@ class Workers:
 
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
         """Begin a call of these; a worker takes its calls one after the other."""
-        self._take_early()
-        self.processes.start([self.ranks[rank] for rank in ranks], method, *arguments)
+        self.take_early()
+        if self.withdraw is not None:
+            withdraw, self.withdraw = self.withdraw, None
+            withdraw()
+        self.begin(ranks, method, *arguments)
 
     def results(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """Return results of started calls as ProcessWorkers does, of all or of these."""

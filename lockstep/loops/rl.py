@@ -10,7 +10,7 @@ from lockstep.loops.checks import check_garbage, check_grading
 from lockstep.loops.floor import StepFloor
 from lockstep.loops.noise import noisy_rollouts
 from lockstep.loops.precision import probe_lines
-from lockstep.loops.sampling import draw_groups, prepare_prompts, round_prompts, spread
+from lockstep.loops.sampling import draw_groups, prepare_rollouts, round_prompts, spread
 from lockstep.loops.step_metrics import rollout_metrics
 from lockstep.loops.token_log import TokenLog
 from lockstep.loops.update import improve
@@ -52,7 +52,7 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
             parts.meanwhile.later(groups.clear)  # of the step before: some hundred thousand objects
             groups, kept, metrics = drawn
             measured = parts.meanwhile.later(partial(rollout_metrics, groups, recipe))
-            parts.meanwhile.later(partial(prepare_prompts, parts, recipe, step + 1))
+            parts.meanwhile.later(partial(prepare_rollouts, parts, recipe, step + 1, follows=session.goes_on(step)))
             with clock("update"):
                 advantages, update_metrics = improve(
                     parts, recipe, [groups[index] for index in kept], step, session.spikes, tokens

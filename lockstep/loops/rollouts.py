@@ -11,12 +11,12 @@ from lockstep.build.parts import Parts
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.schema import Recipe
 from lockstep.errors import HealthStop
-from lockstep.rollout.episodes import make_rollouts
+from lockstep.rollout.episodes import Table, make_rollouts
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.run.logger import Clock
 from lockstep.tasks.file import FileRows
 from lockstep.tasks.mixed import Mixed
-from lockstep.types import Group, Metrics, NativeRollouts, Prompt, RolloutEngine, Sampling, Task
+from lockstep.types import Group, Metrics, NativeRollouts, Prompt, Request, RolloutEngine, Sampling, Task
 
 
 def sampling_of(recipe: Recipe) -> Sampling:
@@ -48,6 +48,18 @@ def sample_groups(parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step:
     clock.move(grader.held, "rollout", "grade")
     clock.add(grader.metrics)
     return groups
+
+
+def first_requests(parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int) -> list[Request]:
+    """Return the requests with which `sample_groups` will begin after the next update; none if environments or programs take
+    part.
+    """
+    task, samples, seed = parts.task, recipe.samples_per_prompt, (recipe.seed, "rollout", step)
+    if any(task.runner(prompt) is not None or task.programs(prompt) is not None for prompt in prompts):
+        return []
+    grader, version = AsyncGrader(task, beside=parts.beside), parts.learner.version + 1
+    table = Table(parts.engine, parts.policy.chat, task, sampling_of(recipe), seed, version, grader, samples)
+    return table.begin([(prompt, sample) for prompt in prompts for sample in range(samples)])
 
 
 def processed(engine: RolloutEngine) -> tuple[int, int]:

@@ -11,10 +11,10 @@ from contextlib import suppress
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
 from lockstep.errors import LockstepError
-from lockstep.loops.rollouts import check_scored, episode_metrics, processed, sample_groups
+from lockstep.loops.rollouts import check_scored, episode_metrics, first_requests, processed, sample_groups
 from lockstep.run.logger import Clock, RunLogger
 from lockstep.tasks.mixed import Mixed
-from lockstep.types import Group, Metrics, Prompt, Task
+from lockstep.types import Forward, Group, Metrics, Prompt, Request, Task
 
 MARGIN = 1.5
 """Factor on the number of prompts that a further round would need at the present acceptance rate; too few cost a round."""
@@ -70,11 +70,21 @@ def step_prompts(
     return [prompt for prompt in task.deal(progress, recipe.prompts_per_step) if prompt.id not in before]
 
 
-def prepare_prompts(parts: Parts, recipe: Recipe, step: int) -> None:
-    """Render the prompts of a step's first round, if they are known before it begins: those of a curriculum are not."""
-    if step < recipe.steps and parts.carried.progress is None:
-        with suppress(LockstepError):  # raised again when the step asks for them
-            parts.policy.chat.prepare(round_prompts(parts.task, recipe, step, 0, (), 0))
+def prepare_rollouts(parts: Parts, recipe: Recipe, step: int, *, follows: bool) -> None:
+    """Render the prompts of a step's first round, if they are known before it begins: those of a curriculum are not.
+
+    If the rollouts follow the present update directly, workers get their requests now: GPUs need not wait for this process.
+    """
+    if step == recipe.steps or parts.carried.progress is not None:
+        return
+    directly = follows and parts.noise is None and parts.engine.forward == Forward(recipe.numerics.of("rollout"))
+    requests: list[Request] = []
+    with suppress(LockstepError):  # raised again when the step asks for them
+        prompts = round_prompts(parts.task, recipe, step, 0, (), 0)
+        parts.policy.chat.prepare(prompts)
+        requests = first_requests(parts, recipe, prompts, step) if directly and parts.begin else []
+    if requests and parts.begin:
+        parts.begin(requests)
 
 
 def take_in(parts: Parts, groups: Sequence[Group]) -> Metrics:

@@ -67,7 +67,7 @@ def make_rollouts(
     Raises EngineError if the engine fails or does not answer every request exactly once; StaleWeightsError if it has another
     version of the weights; ChatError for a prompt that cannot be rendered.
     """
-    table = _Table(engine, chat, task, sampling, seed, version, grader, samples)
+    table = Table(engine, chat, task, sampling, seed, version, grader, samples)
     asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
     done: dict[str, Rollout] = {}
     try:
@@ -86,7 +86,7 @@ def _key(prompt: Prompt, sample: int) -> str:
     return f"{prompt.id}#{sample}"
 
 
-class _Table:
+class Table:
     """The episodes of one call of `make_rollouts`."""
 
     def __init__(
@@ -118,8 +118,7 @@ class _Table:
 
     def play(self, asked: Sequence[tuple[Prompt, int]]) -> Iterator[tuple[str, Rollout]]:
         """Yield each rollout once, by its key, as they end."""
-        begun = [self._begin(prompt, sample) for prompt, sample in asked]
-        self._engine.submit([request for request in begun if request is not None])
+        self._engine.submit(self.begin(asked))
         while self._open or self._agents.open:
             for completion in self._engine.completed(self._listen):
                 if not self._agents.takes(completion):
@@ -150,6 +149,11 @@ class _Table:
         return ended
 
     # --- sampling -------------------------------------------------------------------------------------------------
+    def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Request]:
+        """Begin rollouts; returns their first requests (programs have none). Raises ChatError if a prompt cannot be rendered."""
+        begun = [self._begin(prompt, sample) for prompt, sample in asked]
+        return [request for request in begun if request is not None]
+
     def _begin(self, prompt: Prompt, sample: int) -> Request | None:
         """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)

@@ -135,6 +135,12 @@ class Session:
             self._proof = self._parts.sync.push(self._parts.learner, self._parts.engine)
         return proof_metrics(self._proof, self._parts.sync.shift)
 
+    def goes_on(self, step: int) -> bool:
+        """Return whether rollouts of the next step follow the update of `step`, with no evaluation and no checkpoint between."""
+        done = step + 1
+        saves = done % self._recipe.save.every == 0 or bool(self._stop)
+        return done < self._recipe.steps and not saves and not self._due(done)
+
     def finish(self, step: int, metrics: Metrics) -> None:
         """Measure everything that is due after a trained step, record it, and save if the recipe or a stop asks for it.
 

@@ -15,7 +15,8 @@ from lockstep.build.build import build_task_of
 from lockstep.build.parts import Meanwhile, PolicyFacts
 from lockstep.checkpoint.store import CheckpointInfo
 from lockstep.cluster.build import connected, start_workers
-from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
+from lockstep.cluster.group import GroupLearner, GroupSync
+from lockstep.cluster.group_engine import GroupEngine
 from lockstep.cluster.process_workers import Workers
 from lockstep.cluster.sampler import Facts, Sampler
 from lockstep.config.schema import Colocated, Local, Recipe

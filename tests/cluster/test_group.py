@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 
 from lockstep.build.parts import Meanwhile
-from lockstep.cluster.group import GroupEngine, GroupLearner
+from lockstep.cluster.group import GroupLearner
+from lockstep.cluster.group_engine import GroupEngine
 from lockstep.cluster.process_workers import LOST, Workers
-from lockstep.errors import EngineError
+from lockstep.errors import EngineError, StaleWeightsError
 from lockstep.learner.packing import as_sequence
 from lockstep.learner.protocol import Share
 from lockstep.rollout.beside import Found, GradedReply, SampledReply
@@ -40,6 +41,7 @@ class Stub:
         self.grades: list[list[GradedReply]] = [[], []]
         self.lost: set[int] = set()
         """Workers whose next answer is that they are lost."""
+        self.withdraw: Callable[[], None] | None = None
 
     def start(self, ranks: list[int], method: str, requests: Sequence[Request] = (), seconds: float = 0.0) -> None:
         (rank,) = ranks
@@ -48,6 +50,11 @@ class Stub:
         self.rank_of |= {request.id: rank for request in requests}
         self.methods[rank].append(method)
         self.asked[rank].append(method)
+
+    begin = start
+
+    def take_early(self) -> None:
+        pass
 
     def results(self, seconds: float) -> dict[int, Any]:
         found = {rank: calls.pop(0) for rank, calls in enumerate(self.calls) if calls}
@@ -71,6 +78,7 @@ class Stub:
 
     def call(self, method: str) -> list[None]:
         self.dropped += 1
+        self.grades = [[], []]
         return [None, None]
 
 
@@ -139,6 +147,32 @@ def test_replies_without_a_grade_are_sampled_again_if_their_worker_is_lost(
     assert all(one.graded and one.read == ("a", "a") for one in ended)
     assert [sum(one.id == f"task/{i}#0" for sent in stub.sent for one in sent) for i in range(4)] == [1, 2, 1, 2]
     assert stub.asked[1].count("prepare_grader") == 2
+
+
+@pytest.mark.parametrize("then", ["the same", "others", "another call first"])
+def test_workers_sample_what_was_begun_and_drop_it_if_something_else_comes(
+    then: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    stub: Any = Stub()
+    engine = GroupEngine(stub, recipe(tmp_path, tiny_model_dir))
+    engine.load(iter(()), 0)
+    requests = [Request(f"task/{i}#0", (3,), f"task/{i}", i, Sampling(4), 1, graded="question") for i in range(4)]
+    engine.begin([replace(one) for one in requests])
+    assert [[one.id for one in sent] for sent in stub.sent] == [["task/0#0", "task/2#0"], ["task/1#0", "task/3#0"]]
+    with pytest.raises(StaleWeightsError):  # the weights are not there yet
+        engine.submit(requests)
+    engine.load(iter(()), 1)
+    if then == "another call first":
+        stub.withdraw()
+    if then == "others":
+        requests = [replace(one, seed=one.seed + 9) for one in requests]
+    assert (stub.withdraw is None) == (then == "another call first")
+    engine.submit(requests)
+    assert stub.withdraw is None
+    found = list(engine.completed())
+    assert {one.request.id: one.request for one in found} == {one.id: one for one in requests}
+    assert len(found) == 4
+    assert stub.dropped == (0 if then == "the same" else 1)
 
 
 def test_the_driver_works_while_workers_update() -> None:

@@ -9,18 +9,20 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lockstep.cluster.group_engine import GroupEngine
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError, SyncError, WorkerLost
 from lockstep.loops.start import resume_run, start_run
 from lockstep.track.jsonl import read_jsonl
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
+from lockstep.types import Request
 from tests.loops.runs import LORA, NO_EVAL, events, numbers, recipe, same, trained
 
 SMALL = (
@@ -140,7 +142,7 @@ def attacked(settings: Recipe, steps: int, number: signal.Signals) -> Attacker:
 
 @pytest.mark.usefixtures("no_orphans")
 def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path, tiny_model_dir: Path) -> None:
-    settings = (*SMALL, "steps=8", NO_EVAL)
+    settings = (*SMALL, "update.epochs=1", "steps=8", NO_EVAL)  # one update a step: rollouts are begun ahead
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
     wounded = recipe(tmp_path, tiny_model_dir, *settings, on(2), "name=wounded")
     attacker = attacked(wounded, 2, signal.SIGKILL)
@@ -199,3 +201,36 @@ def test_each_worker_grades_what_it_sampled(tmp_path: Path, tiny_model_dir: Path
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
     assert alike(alone, together, 1)
     assert {int(path.name.removeprefix("by_")) for path in tmp_path.glob("by_*")} == pids | {os.getpid()}
+
+
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_begin_the_next_rollouts_while_the_driver_ends_a_step(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    begun: list[int] = []
+    dropped: list[int] = []
+    begin, close = GroupEngine.begin, GroupEngine.close
+
+    def noted(engine: GroupEngine, requests: Sequence[Request]) -> None:
+        begun.append(requests[0].version)
+        begin(engine, requests)
+
+    def noted_close(engine: GroupEngine) -> None:
+        dropped.append(engine.version)
+        close(engine)
+
+    monkeypatch.setattr(GroupEngine, "begin", noted)
+    monkeypatch.setattr(GroupEngine, "close", noted_close)
+    (tmp_path / "stop.py").write_text(
+        "def at(history, step):\n    return 'far enough' if len(history) == step else None\n"
+    )
+    settings: tuple[str, ...] = (*SMALL, "update.epochs=1", "steps=6", "eval.every=3", "save.every=4")
+    if stopped:
+        settings += (f"health.callbacks=[{{path: '{tmp_path}/stop.py:at', settings: {{step: 2}}}}]",)
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    together = trained(tmp_path, tiny_model_dir, *settings, on(2), "name=together")
+    assert alike(alone, together, 2 if stopped else 6)
+    assert begun == ([1, 2] if stopped else [1, 2, 5])  # no evaluation and no checkpoint comes before these
+    assert dropped == ([2] if stopped else [])
+    assert events(together, "verified") == events(alone, "verified")

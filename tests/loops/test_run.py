@@ -67,10 +67,10 @@ def test_a_run_of_one_process_makes_no_batch_of_prompts_twice(
 ) -> None:
     asked: list[int] = []
 
-    def counted(parts: object, recipe: object, step: int) -> None:
+    def counted(parts: object, recipe: object, step: int, *, follows: bool) -> None:
         asked.append(step)
 
-    monkeypatch.setattr(rl, "prepare_prompts", counted)
+    monkeypatch.setattr(rl, "prepare_rollouts", counted)
     trained(tmp_path, tiny_model_dir, NO_EVAL)
     assert asked == []
 
