@@ -67,7 +67,7 @@ def lockstep(args: argparse.Namespace) -> dict[str, Any]:
     trl_arms.save_nothing()
     work, size = WORKS[args.work_name], Size.of(args.work_name, args.tokens, cpu=args.cpu)
     if work.lognormal:
-        from lockstep.cluster.group import GroupEngine
+        from lockstep.cluster.group_engine import GroupEngine
 
         for engine in (NativeEngine if args.cpu else PagedEngine, GroupEngine):
             trl_arms.limit_requests(engine, size.lengths)

@@ -117,15 +117,18 @@ def save_nothing() -> None:
 # --- lengths --------------------------------------------------------------------------------------------------------
 def limit_requests(engine: Any, lengths: Sequence[int]) -> None:
     """The i-th request of each rollout of this class of Lockstep's engines may have lengths[i] tokens."""
-    original = engine.submit
 
-    def submit(self: Any, requests: Sequence[Any]) -> None:
-        if len(requests) == len(lengths):  # others are of the checks before a run
-            limited = zip(requests, lengths, strict=True)
-            requests = [replace(r, sampling=replace(r.sampling, max_tokens=tokens)) for r, tokens in limited]
-        original(self, requests)
+    def limited(original: Any) -> Any:
+        def take(self: Any, requests: Sequence[Any]) -> None:
+            if len(requests) == len(lengths):  # others are of the checks before a run
+                each = zip(requests, lengths, strict=True)
+                requests = [replace(r, sampling=replace(r.sampling, max_tokens=tokens)) for r, tokens in each]
+            original(self, requests)
 
-    engine.submit = submit
+        return take
+
+    for name in ("submit", *(["begin"] if hasattr(engine, "begin") else [])):  # workers begin what is submitted later
+        setattr(engine, name, limited(getattr(engine, name)))
 
 
 def limit_generate(llm: Any, lengths: Sequence[int]) -> None:
