@@ -1,4 +1,4 @@
-"""Learner, engine and sync of a run on several workers, for a driver that has no model."""
+"""Learner, critic and sync of a run on several workers, for a driver that has no model."""
 
 from __future__ import annotations
 

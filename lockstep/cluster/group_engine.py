@@ -1,4 +1,4 @@
-"""The engines of several workers as one."""
+"""The engines of the workers as one, for a driver that has no model."""
 
 from __future__ import annotations
 
