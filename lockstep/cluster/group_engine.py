@@ -153,9 +153,9 @@ class GroupEngine:
                 else:
                     completions.append(self._completion(rank, reply))
             for one in found.grades:
-                (grade, seconds, held), longest = one.graded, max(self._held)
+                (grade, took, held), longest = one.graded, max(self._held)
                 self._held[rank] += held  # the worker that waits longest decides what grading adds
-                graded = grade, seconds, max(self._held) - longest
+                graded = grade, took, max(self._held) - longest
                 completions.append(self._completion(rank, self._ungraded.pop(one.request_id), graded))
         return completions
 

@@ -28,8 +28,10 @@ from lockstep.errors import LockstepError
 OK, FAILED = "ok", "failed"
 TRAINER, SAMPLER = "lockstep.cluster.worker:Worker", "lockstep.cluster.sampler:Sampler"
 """Classes of workers."""
-UPDATE = ("learner.begin_update", "train", "learner.finish_update")
-"""Methods after whose failure no call is made: the next, already sent, would exchange other tensors than the other ranks do."""
+UPDATE = ("learner.begin_update", "train", "learner.finish_update", "push")
+"""Methods after whose failure no call is made: the next, already sent, would exchange other tensors than the other ranks do, or
+sample with weights that are not proven.
+"""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -137,9 +137,7 @@ class Session:
 
     def goes_on(self, step: int) -> bool:
         """Return whether rollouts of the next step follow the update of `step`, with no evaluation and no checkpoint between."""
-        done = step + 1
-        saves = done % self._recipe.save.every == 0 or bool(self._stop)
-        return done < self._recipe.steps and not saves and not self._due(done)
+        return not self._saves(step + 1) and not self._due(step + 1)
 
     def finish(self, step: int, metrics: Metrics) -> None:
         """Measure everything that is due after a trained step, record it, and save if the recipe or a stop asks for it.
@@ -148,7 +146,7 @@ class Session:
         """
         self._done = done = step + 1
         due, failure = ([] if self._stop else self._due(done)), None
-        save = done % self._recipe.save.every == 0 or done == self._recipe.steps or bool(self._stop)
+        save = self._saves(done)
         if (due or save) and not self._in_sync:
             metrics |= self.sync()
         for measure in due:
@@ -173,6 +171,10 @@ class Session:
     @property
     def _in_sync(self) -> bool:
         return self._proof.version == self._parts.learner.version
+
+    def _saves(self, done: int) -> bool:
+        """Return whether the recipe, the end or a stop asks for a checkpoint now."""
+        return done % self._recipe.save.every == 0 or done == self._recipe.steps or bool(self._stop)
 
     def _due(self, done: int) -> list[Measure]:
         return [measure for measure in self._measures if done in measure.steps]

@@ -48,9 +48,9 @@ class Utilisation:
     def _watch(self) -> None:
         while self._read is not None and not self._over.wait(EVERY_S):
             with suppress(Exception):  # a driver that does not answer ends no run; its readings are absent
+                self._used = time.monotonic(), _cpu_seconds()
                 found = self._read()  # a step may end meanwhile, and begin another list
                 self._readings.extend(found)
-            self._used = time.monotonic(), _cpu_seconds()
 
 
 def gpu_reader() -> Callable[[], Sequence[Reading]] | None:

@@ -142,6 +142,7 @@ from lockstep.errors import LearnerError
 class Failing:
     def __init__(self, place): self.calls = []
     def train(self, batch: int) -> None: raise LearnerError(f"no room for {batch}")
+    push = train
     def drop(self) -> None: raise LearnerError("dropped")
 
 sys.modules["failing"] = sys.modules["__main__"]
@@ -151,19 +152,20 @@ host.main()
 """
 
 
-def test_no_call_is_made_after_one_of_an_update_has_failed(tmp_path: Path) -> None:
-    """Other ranks exchange other tensors then."""
+@pytest.mark.parametrize("method", ["train", "push"])
+def test_no_call_is_made_after_one_of_an_update_has_failed(tmp_path: Path, method: str) -> None:
+    """Other ranks exchange other tensors then; and nothing samples with weights that are not proven."""
     ours, theirs = Pipe()
     with subprocess.Popen([sys.executable, "-c", FAILING, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as worker:
         theirs.close()
         ours.send_bytes(wire.dumps([[0, 1, str(tmp_path), "", 1, 0], "failing:Failing"]))
-        for method, given in (
+        for asked, given in (
             ("drop", {}),
-            ("train", {"batch": to_plain(int, 1)}),
+            (method, {"batch": to_plain(int, 1)}),
             ("train", {"batch": to_plain(int, 2)}),
             ("drop", {}),
         ):
-            ours.send_bytes(wire.dumps([method, given]))
+            ours.send_bytes(wire.dumps([asked, given]))
         found = [wire.loads(ours.recv_bytes())[1][1] for _ in range(4)]
         ours.close()
         worker.wait(20)
