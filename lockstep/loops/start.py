@@ -42,6 +42,7 @@ from lockstep.track.provenance import keep_sources
 from lockstep.track.rundir import RunDirectory, manifest_facts, refuse_taken
 from lockstep.track.sinks import check_installed
 from lockstep.track.writer import read_events, read_metrics
+from lockstep.workers.pool import ended_after
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
@@ -87,7 +88,8 @@ def resume_run(
 def _restarting(attempt: Callable[[], RunDirectory], path: Path, left: int) -> RunDirectory:
     """Make an attempt; if a worker is lost, go on from the newest checkpoint, at most `left` times."""
     try:
-        return attempt()
+        with ended_after():
+            return attempt()
     except WorkerLost:
         if not left:
             raise

@@ -12,7 +12,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -78,6 +79,20 @@ class _Running:
             self.template = None
 
 
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+@contextmanager
+def ended_after() -> Iterator[None]:
+    """End the processes of all pools that the block makes: they would live as long as anything refers to a pool."""
+    before = weakref.WeakSet(_pools)
+    try:
+        yield
+    finally:
+        for pool in {*_pools} - {*before}:
+            pool.close()
+
+
 class WorkerPool:
     """At most `size` processes, started when first needed. `call` may be used by several threads at once."""
 
@@ -92,6 +107,7 @@ class WorkerPool:
         self._running = _Running(os.getpid())
         self._lock = threading.Lock()
         self._closer = weakref.finalize(self, _Running.end, self._running)
+        _pools.add(self)
 
     @property
     def pids(self) -> tuple[int, ...]:

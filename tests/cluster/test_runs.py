@@ -51,14 +51,14 @@ def spikes(run: RunDirectory) -> dict[object, object]:
 
 
 def processes() -> list[psutil.Process]:
-    """Live workers that this process has started."""
+    """Live workers and graders that this process has started."""
     found = psutil.Process().children(recursive=True)
     return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE and _is_worker(one)]
 
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return "lockstep.cluster.host" in process.cmdline()
+        return not {"lockstep.cluster.host", "lockstep.workers.worker"}.isdisjoint(process.cmdline())
     except psutil.Error:
         return False
 
