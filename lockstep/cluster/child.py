@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -22,8 +23,8 @@ from lockstep.workers.process import own_environment
 
 END_SECONDS = 5.0
 """Longest wait for the end of a process that was killed."""
-Inbox: TypeAlias = "SimpleQueue[tuple[Child, Any]]"
-"""Messages by the process that sent them; ENDED for the end of one."""
+Inbox: TypeAlias = "SimpleQueue[tuple[Child, Any, float]]"
+"""Messages by the process that sent them, and when they came, on the monotonic clock; ENDED for the end of one."""
 ENDED = object()
 
 
@@ -86,8 +87,9 @@ class Child:
     def _receive(self, inbox: Inbox) -> None:
         with suppress(EOFError, OSError):
             while True:
-                inbox.put((self, wire.loads(self._channel.recv_bytes())))
-        inbox.put((self, ENDED))
+                message, came = self._channel.recv_bytes(), time.monotonic()
+                inbox.put((self, wire.loads(message), came))
+        inbox.put((self, ENDED, time.monotonic()))
 
 
 _AHEAD: list[Child] = []

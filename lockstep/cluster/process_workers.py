@@ -193,12 +193,12 @@ class ProcessWorkers:
         calls = self._calls[rank]
         return bool(calls) and calls[0].result is not _UNDER_WAY
 
-    def _note(self, child: Child, message: Any) -> None:
-        """Keep a result with its call, or that a process has ended."""
+    def _note(self, child: Child, message: Any, came: float) -> None:
+        """Keep a result with its call, or that a process has ended. It may have come while the driver did something else."""
         rank = next((rank for rank, one in self._children.items() if one is child), None)
         if rank is None:  # it was replaced
             return
-        now, waiting = time.monotonic(), [call for call in self._calls[rank] if call.result is _UNDER_WAY]
+        waiting = [call for call in self._calls[rank] if call.result is _UNDER_WAY]
         if message is ENDED:
             how = f"the worker died: {child.end(DEATH_SECONDS)}"
             self._dead[rank] = Failure(WorkerLost.__name__, how, "", "", time.time())
@@ -209,11 +209,11 @@ class ProcessWorkers:
             return
         call, *later = waiting
         if later:
-            later[0].began, later[0].deadline = now, now + self._limit(later[0].method)
+            later[0].began, later[0].deadline = came, time.monotonic() + self._limit(later[0].method)
         state, value = message
         call.result = Failure(*value) if state == FAILED else from_plain(call.kind, value)
         if state == OK:
-            spent = now - call.began
+            spent = came - call.began
             if phase := PHASES.get(call.method):
                 self._spent[f"time/rank{rank}_{phase}"] += spent
             self._longest[call.method] = max(spent, self._longest.get(call.method, 0.0))

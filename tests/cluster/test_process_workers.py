@@ -36,7 +36,7 @@ class Silent:
         self.sent.append(message)
 
     def answer(self, *message: Any) -> None:
-        self.inbox.put((self, [*message]))
+        self.inbox.put((self, [*message], time.monotonic()))
 
     def done(self) -> None:
         self.answer(OK, to_plain(type(None), None))
@@ -94,6 +94,18 @@ def test_a_worker_that_answers_soon_leaves_another_the_time_of_a_first_call(tmp_
     assert time.monotonic() - begin > 3  # 5 times the first, which took a second
 
 
+def test_a_worker_is_not_charged_with_what_the_driver_does_meanwhile(tmp_path: Path, made: list[Silent]) -> None:
+    workers = ProcessWorkers(Colocated(gpus=2, timeout_s=9), tmp_path, gpu=False)
+    for seconds in (0.0, 0.3):
+        workers.start([0], "learner.begin_update")
+        time.sleep(seconds)
+    for _ in range(2):
+        made[0].done()
+        time.sleep(0.3)
+    assert [workers.results(9, {0}) for _ in range(2)] == [{0: None}] * 2
+    assert 0.5 < workers.phase_seconds()["time/rank0_update"] < 0.8
+
+
 def test_silence_names_all_that_have_not_answered(tmp_path: Path, made: list[Silent]) -> None:
     workers = ProcessWorkers(Colocated(gpus=3, timeout_s=1), tmp_path, gpu=False)
     workers.start([0, 1, 2], "drop")
@@ -117,7 +129,7 @@ def test_the_first_failure_of_a_worker_is_its_error(tmp_path: Path, made: list[S
     for _ in range(2):
         workers.start([0, 1], "drop")
     made[0].answer(FAILED, [LearnerError.__name__, "no room", "update", "make it smaller", time.time()])
-    made[0].inbox.put((made[0], ENDED))
+    made[0].inbox.put((made[0], ENDED, time.monotonic()))
     with pytest.raises(LearnerError, match="no room") as caught:
         workers.results(9, {0, 1})
     assert "rank 0 in drop" in str(caught.value)
