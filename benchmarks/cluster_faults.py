@@ -239,10 +239,11 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str, float]:
     closed = wait_for(lambda: not ports & all_listening(), 5)
     code, log = driver.poll(), text_of(folder / f"{name}.txt")
     stacks = any("most recent call first" in text_of(path) for path in (run / "workers").glob("stacks_*.txt"))
+    stacks = stacks or f"no answer in 3 s ({folder}/hanging.py:" in text_of(run / "log.txt")
     right = {
         "stop": code == 75 and "has not answered" in log and stacks,
         "full": code not in (0, None) and "rank" in log and "cannot be written" in log and stacks,
-        "grader": code not in (0, None) and "the grader met its time limit" in log,
+        "grader": code not in (0, None) and "the grader met its time limit" in log and stacks,
         "driver": code == -signal.SIGKILL,
     }[kind]
     if driver.poll() is None:

@@ -177,7 +177,8 @@ class WorkerPool:
             answered = True  # nothing was sent
             return Failed(str(error)), False
         except Slow:
-            return Exceeded("time", f"no answer in {self.work.wall_seconds:g} s"), False
+            what, place = f"no answer in {self.work.wall_seconds:g} s", process.place()
+            return Exceeded("time", f"{what} ({place})" if place else what), False
         except Gone:
             answered = True
             return self._death(slot)

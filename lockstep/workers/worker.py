@@ -8,6 +8,7 @@ call that takes too much processor time, and a thread ends it when its owner is 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import math
@@ -95,6 +96,8 @@ def main() -> None:
     os.dup2(2, 1)  # what the work prints must not mix with the answers
     threading.Thread(target=_end_with_owner, args=(requests.fileno(), os.getppid()), daemon=True).start()
     settings = wire.loads(requests.readline())
+    if settings["file"]:
+        faulthandler.register(signal.SIGUSR1, os.memfd_create(wire.STACKS), all_threads=False)
     if (handler := _load(settings, answers)) is not None:
         serve(handler, settings, requests, answers)
 

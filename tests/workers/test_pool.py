@@ -71,8 +71,8 @@ def grade(prompt, reply):
 """
 UNSCORED = {
     "throw": "ValueError: odd reply ({file}:15)",
-    "hang": "the grader met its time limit: no answer in 2 s",
-    "spin": "the grader met its time limit: no answer in 2 s",
+    "hang": "the grader met its time limit: no answer in 2 s ({file}:16)",
+    "spin": "the grader met its time limit: no answer in 2 s ({file}:",
     "text": "the grader returned str, not a number, bool or Grade",
     "none": "the grader returned NoneType, not a number, bool or Grade",
     "inf": "the grader returned inf, not a finite number",
