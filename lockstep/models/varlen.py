@@ -133,4 +133,4 @@ def varlen_attention(
     if kind.sinks_H is None:
         return output_THD
     share_HT = torch.sigmoid(lse_HT - kind.sinks_H.float()[:, None])  # of the keys; the rest is the sink's
-    return output_THD.mul_(share_HT.T.contiguous()[..., None])  # in fp32, rounded once
+    return output_THD.mul_(share_HT.T[..., None])  # in fp32, rounded once
