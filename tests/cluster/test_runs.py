@@ -33,6 +33,7 @@ SMALL = (
     "update.epochs=2",
 )
 """Several micro-batches an update, and not a multiple of the workers; every update is a spike."""
+GRADERS = "lockstep.workers.worker"
 
 
 def on(workers: int, **settings: object) -> str:
@@ -50,15 +51,15 @@ def spikes(run: RunDirectory) -> dict[object, object]:
     return {(row["step"], row["update"]): row | {"attempt": 0} for row in read_jsonl(run.spikes_path)}
 
 
-def processes() -> list[psutil.Process]:
-    """Live workers and graders that this process has started."""
+def processes(module: str = "lockstep.cluster.host") -> list[psutil.Process]:
+    """Live workers that this process has started, or processes of another module."""
     found = psutil.Process().children(recursive=True)
-    return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE and _is_worker(one)]
+    return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE and _runs(one, module)]
 
 
-def _is_worker(process: psutil.Process) -> bool:
+def _runs(process: psutil.Process, module: str) -> bool:
     try:
-        return not {"lockstep.cluster.host", "lockstep.workers.worker"}.isdisjoint(process.cmdline())
+        return module in process.cmdline()
     except psutil.Error:
         return False
 
@@ -145,8 +146,10 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path, tiny_mod
     settings = (*SMALL, "update.epochs=1", "steps=8", NO_EVAL)  # one update a step: rollouts are begun ahead
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
     wounded = recipe(tmp_path, tiny_model_dir, *settings, on(2), "name=wounded")
+    graders = processes(GRADERS)
     attacker = attacked(wounded, 2, signal.SIGKILL)
     run = start_run(wounded)
+    assert [one for one in processes(GRADERS) if one not in graders] == []
     assert attacker.sent
     (stopped,) = events(run, "stopped")
     assert stopped.startswith("rank 1 in ")
