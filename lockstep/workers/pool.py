@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from lockstep.errors import TaskError
 from lockstep.workers.process import START_SECONDS, Forked, Gone, Process, Slow, Started, Template
 from lockstep.workers.process import Work as Work
+from lockstep.workers.stacks import line_of
 
 ATTEMPTS = 8
 """A call whose process was killed from outside is made so often; one whose process ended by itself, twice."""
@@ -177,8 +178,8 @@ class WorkerPool:
             answered = True  # nothing was sent
             return Failed(str(error)), False
         except Slow:
-            what, place = f"no answer in {self.work.wall_seconds:g} s", process.place()
-            return Exceeded("time", f"{what} ({place})" if place else what), False
+            what, line = f"no answer in {self.work.wall_seconds:g} s", line_of(process.pid, self.work.file)
+            return Exceeded("time", f"{what} ({line})" if line else what), False
         except Gone:
             answered = True
             return self._death(slot)

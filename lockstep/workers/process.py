@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import socket
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import TaskError
@@ -29,8 +27,6 @@ LATE_SECONDS = 0.1
 of that, so that it does not begin one that has been given away."""
 _starter = cache(lambda pid: ThreadPoolExecutor(1, "lockstep-start"))
 """Starts processes of the process `pid`: the kernel ends them with the thread that did, and threads that grade end sooner."""
-STACK_SECONDS = 0.5
-"""Longest wait for that."""
 _GRACE = 0.05
 """Seconds in which a process that has closed its pipe ends by itself, so that how it ended says what happened."""
 
@@ -212,22 +208,6 @@ class Process:
         if given_away and self.owed:
             answer["last"] = True  # it has begun a call that is made elsewhere by now
         return answer
-
-    def place(self) -> str:
-        """Return the line of the user's file that runs now. Example: grader.py:7; "" if that cannot be told."""
-        file, end = Path(self._work.file).expanduser(), time.monotonic() + STACK_SECONDS
-        with suppress(OSError):
-            links = Path(f"/proc/{self.pid}/fd").iterdir()
-            stacks = next((link for link in links if str(link.readlink()) == f"/memfd:{wire.STACKS} (deleted)"), None)
-            if stacks is None:
-                return ""
-            os.kill(self.pid, signal.SIGUSR1)
-            while time.monotonic() < end:
-                text = stacks.read_text(errors="replace")
-                if found := re.search(rf'File ".*?{re.escape(file.name)}", line (\d+) in ', text):
-                    return f"{file}:{found[1]}"
-                time.sleep(0.01)
-        return ""
 
     def end(self, grace: float = _GRACE) -> int:
         """Kill the process with its group and have it reaped; returns its exit status as in subprocess.

@@ -14,8 +14,6 @@ from typing import Any
 
 from lockstep.types import Grade, Prompt, ReplyText, Turn
 
-STACKS = "stacks"
-"""Name of the file in memory to which a process with a file of the user's writes where it is, when it gets SIGUSR1."""
 _TAG = "!"
 """Key of a dictionary that stands for a Python type that JSON does not have."""
 _TEXT_TYPES: dict[type, tuple[str, Any]] = {

@@ -8,7 +8,6 @@ call that takes too much processor time, and a thread ends it when its owner is 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import importlib
 import math
@@ -27,7 +26,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from lockstep.errors import LockstepError
 from lockstep.user_code import describe
-from lockstep.workers import wire
+from lockstep.workers import stacks, wire
 
 Handler = Callable[[Any], object]
 
@@ -97,7 +96,7 @@ def main() -> None:
     threading.Thread(target=_end_with_owner, args=(requests.fileno(), os.getppid()), daemon=True).start()
     settings = wire.loads(requests.readline())
     if settings["file"]:
-        faulthandler.register(signal.SIGUSR1, os.memfd_create(wire.STACKS), all_threads=False)
+        stacks.write_when_asked()
     if (handler := _load(settings, answers)) is not None:
         serve(handler, settings, requests, answers)
 
