@@ -1,4 +1,4 @@
-"""Where in the user's file a process is: it writes its stack when it is asked to, even from within C code."""
+"""Stack of a process, read from outside: it writes the lines it is at when it is asked to, even from within C code."""
 
 from __future__ import annotations
 
