@@ -10,7 +10,7 @@ sampler  the same for a worker that only samples: another must take its place, a
 stop     SIGSTOP for a worker: the deadline of its call must end the run, exit code 75.
 full     a worker that can write no more when it saves (a limit of its process stands for the disk): the run must end and say so.
 grader   a grader that never returns: its limit must leave the reply unscored, and the run must stop by itself.
-driver   SIGKILL for the driver: no process and no open port may be left.
+driver   SIGKILL for the driver: the workers must leave their stacks, and no process and no open port.
 
 The model is tiny, with two workers on a CPU. The deadline of `stop` is shortened to 5 s from the program's 120.
 """
@@ -234,8 +234,8 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str, float]:
         case "grader":
             (folder / "hanging.py.hangs").touch()
     ended = wait_for(lambda: driver.poll() is not None, 120)
-    took = time.time() - sent
     gone = wait_for(lambda: not alive(family), 20)
+    took = time.time() - sent
     closed = wait_for(lambda: not ports & all_listening(), 5)
     code, log = driver.poll(), text_of(folder / f"{name}.txt")
     stacks = any("most recent call first" in text_of(path) for path in (run / "workers").glob("stacks_*.txt"))
@@ -244,7 +244,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str, float]:
         "stop": code == 75 and "has not answered" in log and stacks,
         "full": code not in (0, None) and "rank" in log and "cannot be written" in log and stacks,
         "grader": code not in (0, None) and "the grader met its time limit" in log and stacks,
-        "driver": code == -signal.SIGKILL,
+        "driver": code == -signal.SIGKILL and stacks,
     }[kind]
     if driver.poll() is None:
         driver.kill()

@@ -33,6 +33,8 @@ UPDATE = ("learner.begin_update", "train", "learner.finish_update", "push")
 sample with weights that are not proven.
 """
 _PR_SET_PDEATHSIG = 1
+_DRIVER_ENDED = signal.SIGHUP
+"""Sent by the kernel, perhaps several times: the stacks are written, and a second later the process ends."""
 
 
 class Host:
@@ -47,6 +49,7 @@ class Host:
         os.dup2(self._log.fileno(), 2)
         self._stacks = (folder / f"stacks_{rank}.txt").open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        faulthandler.register(_DRIVER_ENDED, file=self._stacks, all_threads=True, chain=True)
 
     def call(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         """Call a method of the worker, which is made at the first call, or of a part of it."""
@@ -68,8 +71,10 @@ class Host:
 
 def main() -> None:
     """Load what most workers need, take a place, and answer calls until the driver ends."""
-    with suppress(AttributeError):  # of Linux: the kernel kills this process with its driver, even if it is stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # alarm(1), whose signal ends the process: it runs within C code, too, which may let Python do nothing
+    libc = ctypes.CDLL(None)
+    libc.signal(_DRIVER_ENDED, libc.alarm)
+    _ask_kernel_for(_DRIVER_ENDED)
     channel, messages = Connection(int(sys.argv[1])), SimpleQueue[Any]()
     threading.Thread(target=_listen, args=(channel, messages), daemon=True).start()
     with suppress(Exception):  # raised again at the first call, whose answer reports it
@@ -83,11 +88,19 @@ def main() -> None:
         channel.send_bytes(wire.dumps(answer))
 
 
+def _ask_kernel_for(sent: signal.Signals) -> None:
+    """Have the kernel (Linux) send this process a signal when its driver ends: one for each thread that asks."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent)
+
+
 def _listen(channel: Connection, messages: SimpleQueue[Any]) -> None:
     """Take messages as they come, so that the driver never waits to send one; end the process with the driver."""
+    _ask_kernel_for(signal.SIGCONT)  # if it is stopped it takes no other signal
     with suppress(EOFError, OSError):
         while True:
             messages.put(wire.loads(channel.recv_bytes()))
+    time.sleep(1.0)  # the stacks come first
     os._exit(1)
 
 

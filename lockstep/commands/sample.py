@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.commands.eval import add_target_arguments, one_target, positive
 from lockstep.commands.rollouts import add_seen, counted, framing_note, word
-from lockstep.errors import EvaluationError, TaskError
 from lockstep.track.text import block, one_line, reading_line
 
 if TYPE_CHECKING:
@@ -70,10 +69,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     session = build_eval_session(target.recipe)
     numerics = target.recipe.numerics.label("eval", session.policy.numerics)
     plan = eval_plan(target.recipe, numerics, session.policy.context)
-    try:
-        prompts = heldout_items(session.task, replace(plan, items=count))
-    except (TaskError, EvaluationError) as error:  # they speak of an evaluation's setting
-        raise type(error)(error.what, where=error.where, fix=error.fix.replace("eval.items=", "-n ")) from error
+    prompts = heldout_items(session.task, replace(plan, items=count), "-n ")
     saved = saved_of(target, session)
     proof = placed(target, session, saved)
     mode = EvalMode(name="sample", temperature=heat)

@@ -11,7 +11,7 @@ from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.numerics import numeric_in
 from lockstep.config.schema import EvalMode
 from lockstep.data.questions import data_hash
-from lockstep.errors import EvaluationError, StaleWeightsError
+from lockstep.errors import EvaluationError, StaleWeightsError, TaskError
 from lockstep.evaluation.brief import default_estimate
 from lockstep.evaluation.estimates import estimate
 from lockstep.evaluation.plan import EvalPlan, eval_sampling, mode_label
@@ -125,11 +125,20 @@ def require_numerics(engine: RolloutEngine, label: str) -> None:
         )
 
 
-def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
+def heldout_items(task: BuiltTask, plan: EvalPlan, setting: str = "eval.items=") -> Sequence[Prompt]:
     """Return the items of a plan: held-out items or, for the role train, those of a first step.
 
-    Raises EvaluationError if their number is not the planned one, or an id comes twice.
+    Raises EvaluationError or TaskError if their number is not the planned one, or an id comes twice. `setting`: the words before
+    the number, for the error.
     """
+    try:
+        return _items(task, plan)
+    except (EvaluationError, TaskError) as error:
+        error.fix = error.fix.replace("eval.items=", setting)
+        raise
+
+
+def _items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
     train = plan.role == "train"
     prompts = task.batch(0, plan.items) if train else task.heldout(plan.role, plan.items)
     if len(prompts) != plan.items:

@@ -82,8 +82,11 @@ def ready_items(recipe: Recipe, task: BuiltTask) -> list[Prompt]:
     """Return the held-out items of every evaluation. Raises EvaluationError or TaskError if there are too few."""
     if not recipe.eval.enabled:
         return []
-    plans = [eval_plan(recipe, "fp32", chosen=chosen) for chosen in recipe.eval.sets]
-    return [prompt for plan in plans for prompt in heldout_items(task, plan)]
+    found: list[Prompt] = []
+    for number, chosen in enumerate(recipe.eval.sets):
+        setting = f"eval.also.{number - 1}.items=" if number else "eval.items="
+        found += heldout_items(task, eval_plan(recipe, "fp32", chosen=chosen), setting)
+    return found
 
 
 def ready_lm_eval(recipe: Recipe) -> str:

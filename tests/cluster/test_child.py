@@ -44,6 +44,42 @@ def test_workers_end_with_a_driver_that_is_killed_even_if_they_are_stopped() -> 
     assert (len(gone), alive) == (2, [])
 
 
+BUSY = """
+import sys, time
+from lockstep.cluster import wire
+from lockstep.cluster.child import Child
+from lockstep.plain_values import to_plain
+from queue import SimpleQueue
+children = [Child(1) for _ in range(3)]
+for rank, one in enumerate(children):
+    one.connect(SimpleQueue())
+    one.send(wire.dumps([[rank, 3, sys.argv[1], "", 1, 0], "tests.cluster.test_child:Echo"]))
+    one.send(wire.dumps(["work", {"holding": to_plain(bool, rank == 1)}]))
+print(*(one.pid for one in children), flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_write_their_stacks_when_their_driver_is_killed(tmp_path: Path) -> None:
+    """Also from within C code that lets no other thread run, and when they are stopped."""
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        workers = [psutil.Process(int(word)) for word in driver.stdout.readline().split()]
+        for _ in range(600):
+            if len(list(tmp_path.glob("working_*"))) == 3:
+                break
+            time.sleep(0.1)
+        time.sleep(0.2)
+        workers[2].send_signal(signal.SIGSTOP)
+        driver.kill()
+        gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert (len(gone), alive) == (3, [])
+    for rank in range(3):
+        stacks = (tmp_path / f"stacks_{rank}.txt").read_text()
+        assert "in work\n" in stacks, rank
+        assert stacks.rstrip().endswith("in _run_module_as_main"), rank  # whole
+
+
 def test_a_process_answers_in_turn_and_tells_its_errors(tmp_path: Path) -> None:
     place = [0, 1, str(tmp_path), str(tmp_path / "rendezvous"), 1, 0]
     inbox: SimpleQueue[tuple[Child, Any, float]] = SimpleQueue()
@@ -69,13 +105,19 @@ class Echo:
     """A worker that only answers."""
 
     def __init__(self, place: wire.Place) -> None:
-        self._rank = place.rank
+        self._rank, self._folder = place.rank, Path(place.folder)
 
     def say(self, word: Any) -> list[Any]:
         return [word, self._rank]
 
     def fail(self) -> None:
         raise ValueError("odd\nmore")
+
+    def work(self, holding: bool) -> None:
+        (self._folder / f"working_{self._rank}").touch()
+        if holding:
+            sum(range(10**11))
+        time.sleep(600)
 
     def leave(self, code: int) -> None:
         os._exit(code)

@@ -8,6 +8,7 @@ import pytest
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import DataError, TaskError
+from lockstep.loops.preflight import ready_items
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
 
@@ -73,6 +74,10 @@ def test_files_for_roles(tmp_path):
     assert [p.answer for p in task.heldout("ood_probe", 5)] == ["1001", "1002", "1003", "1004", "1005"]
     assert task.heldout("ood_probe", 1)[0].task == "sums"
     assert task.grade(task.heldout("ood_probe", 1)[0], "\\boxed{1,001}").reward == 1.0
+    sets = {"items": 20, "also": [{"role": "ood_probe", "items": 6}]}
+    with pytest.raises(TaskError, match="6 held-out questions were requested, but ood_probe has only 5") as caught:
+        ready_items(schema.Recipe.model_validate({"eval": sets}), task)
+    assert caught.value.fix.startswith("set eval.also.0.items=5 or lower")
 
 
 def test_overlap_is_refused(tmp_path):
