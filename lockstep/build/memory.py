@@ -71,6 +71,15 @@ def rows_of_engine(recipe: Recipe, device: str, plan: MemoryPlan | None) -> int:
     return recipe.slots(device)
 
 
+def planned(recipe: Recipe, plan: MemoryPlan) -> Recipe:
+    """Return the recipe with the memory plan's choices, which must be the same on all workers."""
+    sizes, rollout = plan.sizes, recipe.rollout
+    update = recipe.update.model_copy(update={"tokens_per_microbatch": sizes.tokens, "recompute": sizes.recompute})
+    if rollout.slots == "auto":
+        rollout = rollout.model_copy(update={"slots": sizes.slots})
+    return recipe.model_copy(update={"update": update, "rollout": rollout})
+
+
 def available_bytes(device: torch.device) -> float:
     """Return the bytes available to this process: free memory, and on a GPU also the memory that torch holds already."""
     if device.type != "cuda":

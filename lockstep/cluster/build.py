@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.algorithms.build import build_objective
 from lockstep.build.build import build_parts, connect
-from lockstep.build.memory import plan_run
+from lockstep.build.memory import plan_run, planned
 from lockstep.build.parts import Carried, Meanwhile, Parts, PolicyFacts
 from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
@@ -29,7 +29,6 @@ from lockstep.device import GpuPeak, choose_device, keep_objects
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.batch import placement_lines
-from lockstep.plan.choice import MemoryPlan
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask
 
@@ -55,7 +54,7 @@ def place_parts(
     resolved, started = start_workers(recipe, placement, folder / FOLDER, stack)
     workers, everyone = Workers(started, range(placement.trainers)), Workers(started, range(started.size))
     plan = plan_run(recipe, task, objective, say, min(everyone.call("available"))) if started.gpu else None
-    text = json.dumps((recipe if plan is None else _planned(recipe, plan)).model_dump(mode="json"))
+    text = json.dumps((recipe if plan is None else planned(recipe, plan)).model_dump(mode="json"))
     samplers = Samplers(started, everyone.ranks[workers.size :], workers, text) if placement.samplers else None
     given = started.folder / GIVEN
     if weights is not None:
@@ -107,12 +106,3 @@ def connected(recipe: Recipe, task: BuiltTask, resolved: ResolvedModel, facts: F
         what = f"the driver and the workers use different stop tokens: {chat.stop_ids} and {facts.stop_ids}"
         raise SyncError(what, where=str(resolved.path), fix=DEFECT)
     return policy
-
-
-def _planned(recipe: Recipe, plan: MemoryPlan) -> Recipe:
-    """Return the recipe with the memory plan's choices, which must be the same on all workers."""
-    sizes, rollout = plan.sizes, recipe.rollout
-    update = recipe.update.model_copy(update={"tokens_per_microbatch": sizes.tokens, "recompute": sizes.recompute})
-    if rollout.slots == "auto":
-        rollout = rollout.model_copy(update={"slots": sizes.slots})
-    return recipe.model_copy(update={"update": update, "rollout": rollout})

@@ -18,7 +18,7 @@ from lockstep.learner.packing import microbatches
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
 from lockstep.learner.ranks import deal
 from lockstep.learner.value_head import CriticShare, critic_metrics
-from lockstep.sync.compare import RankProof, differing
+from lockstep.sync.compare import RankProof, agreed, differing
 from lockstep.sync.control import blind
 from lockstep.sync.fingerprint import Fingerprints
 from lockstep.types import (
@@ -169,13 +169,13 @@ class GroupSync:
 
         Returns the tensor's name. Raises SyncError if the proof is blind.
         """
-        places = [(part, rank) for part in self._parts for rank in range(part.size)]
+        places = [(group, rank) for group in self._groups for rank in range(group.size)]
         rank = (learner.version - 1) % len(places)
-        part, own = places[rank]
+        group, own = places[rank]
         before = self._held()
-        name: str = part.call_one(own, "falsify")
+        name: str = group.call_one(own, "falsify")
         found = self._held()
-        part.call_one(own, "falsify")
+        group.call_one(own, "falsify")
         seen = [str(fault) for fault in differing(before[rank - 1], found)]
         if seen != [f"{name}: differs, other values on rank {rank}"]:
             raise blind(f"{name} on rank {rank}", seen)
@@ -186,10 +186,10 @@ class GroupSync:
 
     def _held(self) -> list[Fingerprints]:
         """Return the fingerprints of what every worker samples with."""
-        return [one for part in self._parts for one in part.call("held")]
+        return [one for group in self._groups for one in group.call("held")]
 
     @property
-    def _parts(self) -> list[Workers]:
+    def _groups(self) -> list[Workers]:
         return [self._workers, *([self._samplers] if self._samplers is not None else [])]
 
     def _proof(self, found: Sequence[RankProof], samplers: Sequence[Fingerprints]) -> Proof:
@@ -205,13 +205,6 @@ class GroupSync:
             raise SyncError(f"{len(faults)} {what}: {first}", where=f"sync of version {proofs[0].version}", fix=fix)
         self.shift = found[0].shift
         return max(proofs, key=lambda proof: proof.probe.mean if proof.probe else 0.0)
-
-
-def agreed(held: Sequence[Fingerprints]) -> Fingerprints:
-    if faults := differing(held[0], held):
-        what = f"workers hold different weights: {'; '.join(map(str, faults[:8]))}"
-        raise SyncError(what, fix="resume from the last checkpoint")
-    return held[0]
 
 
 def _joined(shares: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[float, ...]]:
@@ -235,5 +228,5 @@ def weights_of(workers: Workers) -> dict[str, Tensor]:
 
 def _parts(workers: Workers) -> dict[str, Tensor]:
     """Return the tensors of which each worker has written its part."""
-    paths = [workers.folder / PART.format(rank=rank) for rank in range(workers.size)]
+    paths = (workers.folder / PART.format(rank=rank) for rank in range(workers.size))
     return {name: tensor for path in paths for name, tensor in take_tensors(path).items()}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from lockstep.cluster.group import agreed, weights_of
+from lockstep.cluster.group import weights_of
 from lockstep.cluster.process_workers import LOST, Workers
 from lockstep.config.schema import Recipe
 from lockstep.rollout.beside import SampledReply
 from lockstep.rollout.requests import check_idle, check_version
+from lockstep.sync.compare import agreed
 from lockstep.sync.fingerprint import Fingerprints
 from lockstep.types import Completion, Forward, ForwardReport, Grade, Request, TokenIds, WeightStream
 

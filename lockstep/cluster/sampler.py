@@ -14,12 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-
 from lockstep.build.build import adopt, build_engine, build_policy
 from lockstep.build.parts import Policy
 from lockstep.checkpoint.state import read_tensors, write_tensors
-from lockstep.cluster.channel import Channel
 from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
@@ -28,6 +25,7 @@ from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.noise.targets import Targets
 from lockstep.rollout.beside import BesideEngine, Found
+from lockstep.sync.channel import Channel
 from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, fingerprint
 from lockstep.tasks.build import build_grader
@@ -56,6 +54,7 @@ class Sampler:
 
     def __init__(self, place: Place) -> None:
         self._place, self._folder = place, Path(place.folder)
+        self._given = self._folder / GIVEN
         self._running: Iterator[Completion] | None = None
 
     def available(self) -> float:
@@ -72,7 +71,7 @@ class Sampler:
         self._prepare(recipe)
         policy = build_policy(self._recipe, replaced=weights and self._recipe.adapter.kind == "none")
         if weights:
-            load_weights(policy.model, iter(adopt(policy, self._given()).items()))
+            load_weights(policy.model, iter(adopt(policy, read_tensors(self._given)).items()))
         self._serve_from(policy, build_engine(policy, self._recipe))
         keep_objects()
         return None
@@ -84,10 +83,6 @@ class Sampler:
         self._device = choose_device(given.device)
         if self._device.type == "cuda":
             use_gpu(self._place.rank)
-
-    def _given(self) -> dict[str, Tensor]:
-        """Read the tensors that the driver gives to all workers."""
-        return read_tensors(self._folder / GIVEN)
 
     def _serve_from(self, policy: Policy, engine: RolloutEngine) -> None:
         self._model, self.engine, task = policy.model, engine, self._recipe.task

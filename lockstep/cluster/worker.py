@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.algorithms.build import build_objective
 from lockstep.build.build import build_trained, build_weight_sync
-from lockstep.checkpoint.state import WeightsFile, write_tensors
+from lockstep.checkpoint.state import WeightsFile, read_tensors, write_tensors
 from lockstep.cluster.sampler import Facts, Sampler
 from lockstep.cluster.wire import PART, WEIGHTS
 from lockstep.device import keep_objects
@@ -45,7 +45,7 @@ class Worker(Sampler):
         dist.init_process_group(backend, f"file://{place.rendezvous}", COLLECTIVE_TIMEOUT, place.size, place.rank)
         self._objective = build_objective(self._recipe)
         self._part = self._folder / PART.format(rank=place.rank)
-        given = self._given() if weights else None
+        given = read_tensors(self._given) if weights else None
         policy, engine, self.learner, critic = build_trained(self._recipe, self._objective, given, ranks=TorchRanks())
         if critic is not None:
             self.critic = critic
@@ -76,7 +76,7 @@ class Worker(Sampler):
 
     def restore(self, part: str, counters: dict[str, int]) -> None:
         """Have the learner or the critic continue from the tensors in the folder. It takes its own of those of all ranks."""
-        getattr(self, part).restore(counters, self._given())
+        getattr(self, part).restore(counters, read_tensors(self._given))
 
     def write_critic(self) -> None:
         """Write this rank's part of the critic into the folder."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.algorithms.build import Objective, build_objective
-from lockstep.config.schema import Local, Model, Recipe, Sft
+from lockstep.config.schema import Colocated, Local, Model, Recipe, Sft, Split
 from lockstep.errors import DoesNotFitError, ModelError
 from lockstep.memory import main_memory
 from lockstep.models.builtin import BUILTINS, builtin_place
@@ -25,6 +25,7 @@ from lockstep.plan.shapes import ModelShape
 ASSUMED_PROMPT = 512
 """Tokens of a prompt where no tokenizer has counted them."""
 KNOWN_GPUS = (H200,)
+SHOWN_PLACEMENTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,31 @@ def _floor_lines(preview: Preview) -> list[str]:
     )
     workers = recipe.workers
     where = f"{workers} x {machine.name}" if workers > 1 else machine.name
-    return [f"a step on {where} takes at least, with {full}:", *floor_table(floor)]
+    head = f"a step on {where} takes at least, with {full}:"
+    return [head, *floor_table(floor), *([_placed(preview, machine)] if workers > 1 else [])]
+
+
+def _placed(preview: Preview, machine: Machine) -> str:
+    """Return the floors of a step with the same workers placed in other ways, the lowest first, and those without room."""
+    workers, objective = preview.recipe.workers, preview.objective
+    places: list[Colocated | Split] = [Split(train=t, rollout=workers - t) for t in range(1, workers)]
+    floors, full = dict[str, float](), list[str]()
+    for place in [Colocated(gpus=workers), *places]:
+        recipe = preview.recipe.model_copy(update={"placement": place})
+        name = "colocated" if isinstance(place, Colocated) else f"{place.train} + {place.rollout}"
+        try:
+            replace(preview, recipe=recipe).memory()
+        except DoesNotFitError:
+            full.append(name)
+            continue
+        floor = recipe_floor(
+            recipe, preview.shape, machine, old=objective.recomputes_old, reference=objective.needs_reference
+        )
+        floors[name] = floor.total
+    best = ", ".join(
+        f"{name} {floors[name]:.2f} s" for name in sorted(floors, key=floors.__getitem__)[:SHOWN_PLACEMENTS]
+    )
+    return f"placements of {workers} GPUs (train + rollout): {best}" + (f"; no room: {', '.join(full)}" if full else "")
 
 
 def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) -> str:

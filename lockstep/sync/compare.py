@@ -9,6 +9,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from lockstep.errors import SyncError
 from lockstep.sync.fingerprint import INTEGERS, Fingerprints, TensorPrint
 from lockstep.types import Proof, WeightStream
 
@@ -73,6 +74,14 @@ def differing(truth: Fingerprints, held: Sequence[Fingerprints]) -> list[Mismatc
         for rank, prints in enumerate(held)
         for fault in compare(truth, prints)
     ]
+
+
+def agreed(held: Sequence[Fingerprints]) -> Fingerprints:
+    """Return what all ranks hold. Raises SyncError if they hold different weights."""
+    if faults := differing(held[0], held):
+        what = f"workers hold different weights: {'; '.join(map(str, faults[:8]))}"
+        raise SyncError(what, fix="resume from the last checkpoint")
+    return held[0]
 
 
 def _fault(

@@ -58,6 +58,19 @@ def test_memory_and_floor_of_a_gpu_that_is_not_here(seven: Path) -> None:
     assert float(step.split()[1]) == pytest.approx(floor.total, abs=0.001)
 
 
+def test_placements_are_compared(seven: Path) -> None:
+    said = lines(seven, "placement={kind: split, train: 4, rollout: 4}")
+    step = next(line.split()[1] for line in said if line.startswith("step "))
+    (line,) = [line for line in said if line.startswith("placements of 8 GPUs (train + rollout): colocated ")]
+    found = line.split(": ", 1)[1]
+    assert f"4 + 4 {float(step):.2f} s" in found
+    assert found.endswith("; no room: 1 + 7")  # one trainer's masters and moments
+    seconds = [float(word.split()[-2]) for word in found.split(";")[0].split(", ")]
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 5
+    assert not any(line.startswith("placements") for line in lines(seven, "adapter.kind=lora"))
+
+
 def test_rates_of_an_unknown_gpu_are_not_made_up(seven: Path) -> None:
     assert not any("takes at least" in line for line in lines(seven, "adapter.kind=lora", gpu=80))
 
