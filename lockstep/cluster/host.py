@@ -32,6 +32,7 @@ UPDATE = ("learner.begin_update", "train", "learner.finish_update", "push")
 """Methods after whose failure no call is made: the next, already sent, would exchange other tensors than the other ranks do, or
 sample with weights that are not proven.
 """
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _DRIVER_ENDED = signal.SIGHUP
 """Sent by the kernel, perhaps several times: the stacks are written, and a second later the process ends."""
@@ -71,9 +72,8 @@ class Host:
 
 def main() -> None:
     """Load what most workers need, take a place, and answer calls until the driver ends."""
-    # alarm(1), whose signal ends the process: it runs within C code, too, which may let Python do nothing
-    libc = ctypes.CDLL(None)
-    libc.signal(_DRIVER_ENDED, libc.alarm)
+    # a handler gets its signal's number, SIGHUP's is 1: alarm(1) ends the process, even if C code lets Python do nothing
+    _LIBC.signal(_DRIVER_ENDED, _LIBC.alarm)
     _ask_kernel_for(_DRIVER_ENDED)
     channel, messages = Connection(int(sys.argv[1])), SimpleQueue[Any]()
     threading.Thread(target=_listen, args=(channel, messages), daemon=True).start()
@@ -91,7 +91,7 @@ def main() -> None:
 def _ask_kernel_for(sent: signal.Signals) -> None:
     """Have the kernel (Linux) send this process a signal when its driver ends: one for each thread that asks."""
     with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, sent)
 
 
 def _listen(channel: Connection, messages: SimpleQueue[Any]) -> None:

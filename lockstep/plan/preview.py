@@ -26,6 +26,7 @@ ASSUMED_PROMPT = 512
 """Tokens of a prompt where no tokenizer has counted them."""
 KNOWN_GPUS = (H200,)
 SHOWN_PLACEMENTS = 5
+"""Most placements of the same workers whose floors are compared."""
 
 
 @dataclass(frozen=True, slots=True)
