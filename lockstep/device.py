@@ -38,11 +38,18 @@ def since_hopper() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def use_gpu(rank: int) -> None:
-    """Make the GPU of this number the one of this process. Raises MachineError, before others wait, if it cannot compute."""
+def use_gpu(rank: int, *, alone: bool = False) -> None:
+    """Make the GPU of this number the one of this process; `alone`: the only one that it sees, from before CUDA starts.
+
+    Raises MachineError, before others wait, if it cannot compute.
+    """
+    if alone and not torch.cuda.is_initialized():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
+    number = 0 if alone else rank
     try:
-        torch.ones(1, device=f"cuda:{rank}").item()
-        torch.cuda.set_device(rank)
+        torch.ones(1, device=f"cuda:{number}").item()
+        torch.cuda.set_device(number)
     except (RuntimeError, AssertionError) as error:  # CUDA's errors, and a torch without CUDA
         what = f"it reports an error before any work: {str(error).splitlines()[0]}"
         raise MachineError(

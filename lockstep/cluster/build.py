@@ -25,6 +25,7 @@ from lockstep.cluster.sampler import Facts
 from lockstep.cluster.samplers import Samplers
 from lockstep.cluster.wire import GIVEN
 from lockstep.config.schema import Colocated, Local, Recipe, Split
+from lockstep.config.vllm import Vllm
 from lockstep.device import GpuPeak, choose_device, keep_objects
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
@@ -53,15 +54,17 @@ def place_parts(
     placement, objective, settings = recipe.placement, build_objective(recipe), recipe.algorithm.critic
     resolved, started = start_workers(recipe, placement, folder / FOLDER, stack)
     workers, everyone = Workers(started, range(placement.trainers)), Workers(started, range(started.size))
-    plan = plan_run(recipe, task, objective, say, min(everyone.call("available"))) if started.gpu else None
-    text = json.dumps((recipe if plan is None else planned(recipe, plan)).model_dump(mode="json"))
-    samplers = Samplers(started, everyone.ranks[workers.size :], workers, text) if placement.samplers else None
+    free = min(everyone.call("available", recipe.rollout.engine == "vllm")) if started.gpu else 0.0
+    plan = plan_run(recipe, task, objective, say, free) if started.gpu else None
+    chosen = recipe if plan is None else planned(recipe, plan)
+    text, sampling = (json.dumps(one.model_dump(mode="json")) for one in (_of_trainers(chosen), chosen))
+    samplers = Samplers(started, everyone.ranks[workers.size :], workers, sampling) if placement.samplers else None
     given = started.folder / GIVEN
     if weights is not None:
         write_tensors(given, weights)
     facts: Facts = workers.call("build", text, weights is not None)[0]
     if samplers is not None:
-        samplers.call("build", text, weights is not None)
+        samplers.call("build", sampling, weights is not None)
     given.unlink(missing_ok=True)
     learns, meanwhile = replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe))), Meanwhile()
     pushes = recipe.loop == "rl" and recipe.updates_per_step == 1 and settings is None and samplers is None
@@ -83,6 +86,12 @@ def place_parts(
         engine.begin if pushes else None,
         beside=recipe.rollout.deal != "queue",
     )
+
+
+def _of_trainers(recipe: Recipe) -> Recipe:
+    """Return the recipe for those that train: vLLM is for those that only sample."""
+    rollout = recipe.rollout.model_copy(update={"engine": "native", "vllm": Vllm()})
+    return recipe.model_copy(update={"rollout": rollout})
 
 
 def start_workers(

@@ -162,7 +162,7 @@ class GroupSync:
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything. Raises SyncError."""
-        return self._proof(self._workers.call("verify"), self._samplers.call("held") if self._samplers else [])
+        return self._proof(self._workers.call("verify"), self._samplers.call("reprove") if self._samplers else [])
 
     def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
         """Flip one bit on one worker, each time another one: the comparison must name the tensor and the rank.
@@ -197,8 +197,6 @@ class GroupSync:
         truth = dict(held[0].tensors)
         for one in found:
             truth |= one.truth
-        if self._samplers is not None and proofs[0].probe is not None:
-            self._samplers.require_same_scores()
         if faults := differing(Fingerprints(truth), held):
             what, first = "tensors differ from those of the workers that own them", "; ".join(map(str, faults[:8]))
             fix = "use no sample and no score of this run's last step; resume from the last checkpoint"

@@ -14,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from lockstep.build.build import adopt, build_engine, build_policy
+from lockstep.build.build import adopt, build_engine, build_policy, build_weight_sync
 from lockstep.build.parts import Policy
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpu_memory, gpu_peak, keep_objects, use_gpu
+from lockstep.learner.execution import execution_of
+from lockstep.learner.frozen import FrozenLearner
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.noise.targets import Targets
@@ -28,8 +30,9 @@ from lockstep.rollout.beside import BesideEngine, Found
 from lockstep.sync.channel import Channel
 from lockstep.sync.control import Falsified
 from lockstep.sync.fingerprint import Fingerprints, fingerprint
+from lockstep.sync.transports import CopySync, SharedSync
 from lockstep.tasks.build import build_grader
-from lockstep.types import Completion, LearnerFacts, Request, RolloutEngine
+from lockstep.types import Completion, LearnerFacts, NativeRollouts, Request, RolloutEngine
 
 TOGETHER = 32
 """Most replies in a message: the driver works on the first ones while the worker prepares the next."""
@@ -51,15 +54,16 @@ class Sampler:
     """A worker that only samples. `build` comes first, then `join`."""
 
     engine: RolloutEngine
+    _sync: SharedSync | CopySync
 
     def __init__(self, place: Place) -> None:
         self._place, self._folder = place, Path(place.folder)
         self._given = self._folder / GIVEN
         self._running: Iterator[Completion] | None = None
 
-    def available(self) -> float:
-        """Return the bytes that this worker's GPU has free."""
-        use_gpu(self._place.rank)
+    def available(self, alone: bool) -> float:
+        """Return the bytes that this worker's GPU has free. `alone`: one that only samples sees no other, as vLLM wants it."""
+        use_gpu(self._place.rank, alone=alone and self._place.rank >= self._place.size)
         return gpu_memory()[0]
 
     def gpu_peak(self) -> tuple[int, int] | None:
@@ -73,6 +77,9 @@ class Sampler:
         if weights:
             load_weights(policy.model, iter(adopt(policy, read_tensors(self._given)).items()))
         self._serve_from(policy, build_engine(policy, self._recipe))
+        self._sync = build_weight_sync(policy, self._recipe)
+        execution = execution_of(self._recipe.update, self._device)
+        self._received = FrozenLearner(policy.model, execution.tokens_per_microbatch)
         keep_objects()
         return None
 
@@ -82,7 +89,7 @@ class Sampler:
         self._recipe: Recipe = given.model_copy(update={"threads": given.threads or self._place.threads})
         self._device = choose_device(given.device)
         if self._device.type == "cuda":
-            use_gpu(self._place.rank)
+            use_gpu(self._place.rank, alone=given.rollout.engine == "vllm")
 
     def _serve_from(self, policy: Policy, engine: RolloutEngine) -> None:
         self._model, self.engine, task = policy.model, engine, self._recipe.task
@@ -106,8 +113,15 @@ class Sampler:
             channel.send([p.detach() for name, p in self._trained.items() if owner[name] == rank])
 
     def take(self, version: int) -> Fingerprints:
-        """Become a version of the weights, which are here; returns fingerprints of what the engine samples with."""
-        self.engine.load(iter(()), version)
+        """Become a version of the weights, which are here, and prove the engine; returns their fingerprints."""
+        self._received.version = version
+        if self._sync.push(self._received, self.engine).changed < 0:
+            self._sync.negative_control(self._received, self.engine)
+        return self.held()
+
+    def reprove(self) -> Fingerprints:
+        """Prove the engine with all of its tensors and the probe, and change nothing; returns fingerprints of the weights."""
+        self._sync.verify(self._received, self.engine)
         return self.held()
 
     # --- engine ---------------------------------------------------------------------------------------------------
@@ -131,14 +145,17 @@ class Sampler:
         self._beside.build()
 
     def drop(self) -> None:
-        """Drop all requests."""
-        self._running = None
+        """Drop all requests; vLLM runs them to their ends."""
         self._beside.drop()
-        self.engine.close()
+        if isinstance(self.engine, NativeRollouts):
+            self.engine.close()
+        else:
+            list(self.engine.completed())
+        self._running = None
 
     def held(self) -> Fingerprints:
-        """Return fingerprints of what the engine samples with."""
-        return fingerprint(self.engine.weights())
+        """Return fingerprints of what the engine samples with, or is proven to have a copy of."""
+        return fingerprint(named_weights(self._model) if isinstance(self._sync, CopySync) else self.engine.weights())
 
     def write_weights(self) -> None:
         """Write what the engine samples with into the folder."""

@@ -11,7 +11,7 @@ from lockstep.cluster.wire import GIVEN, WEIGHTS
 from lockstep.errors import DEFECT, SyncError
 from lockstep.sync.compare import RankProof
 from lockstep.sync.fingerprint import Fingerprints
-from lockstep.types import Forward, TokenIds
+from lockstep.types import Forward
 
 
 class Samplers(Workers):
@@ -23,7 +23,6 @@ class Samplers(Workers):
         self._forward: Forward | None = None
         self._version = -1
         self._joined = False
-        self._probe: tuple[list[TokenIds], float] | None = None
 
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
         """Begin a call, and remember how a worker that takes the place of one of these must compute."""
@@ -98,19 +97,3 @@ class Samplers(Workers):
         for rank in lost:
             self.revive(self.ranks.index(rank))
         return found
-
-    def require_same_scores(self) -> None:
-        """Compare each engine's log-probabilities of the probe with the learner's. Raises SyncError."""
-        if self._probe is None:
-            self._probe = self._trainers.call_one(0, "probe")
-        sequences, tolerance = self._probe
-        self.start(range(self.size), "engine.score", sequences)
-        ours = [value for row in self._trainers.call_one(0, "learner.logprobs", sequences, "") for value in row]
-        # collected when no trainer has a call: one is asked for its weights if a sampler is lost
-        for rank, rows in enumerate(self.collect(range(self.size), "engine.score", sequences)):
-            theirs = [value for row in rows for value in row]
-            gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
-            if not gap <= tolerance:
-                what = f"its log-probabilities of the probe differ by {gap:.3g} on average; {tolerance:.3g} is allowed"
-                fix = "use no sample of this run's last step; resume from the last checkpoint"
-                raise SyncError(what, where=f"rank {self.ranks[rank]}", fix=fix)

@@ -22,8 +22,7 @@ from lockstep.noise.targets import find_targets
 from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.sync.compare import RankProof
 from lockstep.sync.fingerprint import TensorPrint
-from lockstep.sync.transports import SharedSync
-from lockstep.types import Batch, NativeRollouts, Proof, TokenIds, TrainSequence
+from lockstep.types import Batch, NativeRollouts, Proof, TrainSequence
 
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 """The driver waits with deadlines of its own; a second, shorter clock would only hide what it has to say."""
@@ -50,9 +49,7 @@ class Worker(Sampler):
         if critic is not None:
             self.critic = critic
         self._serve_from(policy, engine)
-        sync = build_weight_sync(policy, self._recipe)
-        assert isinstance(sync, SharedSync)  # the recipe's own check: workers sample with the learner's tensors
-        self._sync = sync
+        self._sync = build_weight_sync(policy, self._recipe)
         noise = None if self._recipe.noise is None else find_targets(policy.model, self._recipe.noise)
         keep_objects()
         return Facts(self.learner.describe(), policy.numerics, policy.context, policy.chat.stop_ids, noise)
@@ -83,10 +80,6 @@ class Worker(Sampler):
         write_tensors(self._part, self.critic.tensors())
 
     # --- sync -----------------------------------------------------------------------------------------------------
-    def probe(self) -> tuple[list[TokenIds], float]:
-        """Return the sequences of the probe, and the tolerance."""
-        return list(self._sync.probe.sequences), self._sync.probe.tolerance
-
     def push(self) -> RankProof:
         """Give the engine the learner's version and prove it."""
         return self._rank_proof(self._sync.push(self.learner, self.engine))

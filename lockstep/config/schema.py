@@ -345,13 +345,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _workers_can_run(self) -> Self:
-        refused = {
-            "rollout.engine=vllm": self.rollout.engine != "native",
-            "sync.transport=copy": self.sync.transport != "shared",
-        }
-        if self.placement.kind != "local" and any(refused.values()):
-            what = next(name for name, is_refused in refused.items() if is_refused)
-            raise ValueError(f"{what} does not run with placement.kind={self.placement.kind} yet; take local")
+        kind = self.placement.kind
+        if kind == "colocated" and self.rollout.engine == "vllm":
+            raise ValueError("rollout.engine=vllm does not run with placement.kind=colocated; take split or local")
+        if kind != "local" and self.sync.transport != "shared":
+            raise ValueError(f"sync.transport=copy does not run with placement.kind={kind}; take local")
         return self
 
     @model_validator(mode="after")

@@ -70,7 +70,7 @@ def _engine(gpus: str, f: Foreign, value: Json) -> Found:
     if value in ("sglang", "trtllm"):
         raise Missing("the engines here are native, which is taken, and vllm")
     if f.number(gpus) != 1:
-        raise Missing("on several GPUs the native engine samples; vLLM runs on one: rollout.engine=vllm")
+        raise Missing("workers that train sample with the native engine; vLLM needs others: placement.kind=split")
     return {"rollout.engine": "vllm"}
 
 

@@ -77,7 +77,7 @@ def phases(inputs: MemoryInputs, sizes: Sizes) -> tuple[Phase, ...]:
     tokens = stream_tokens(inputs, sizes.tokens)
     weights, state = static_terms(inputs, sizes.slots)
     static = (*weights, *state)
-    sampling = weights[:1] if inputs.split else static
+    sampling = sampler_terms(inputs, weights[0]) if inputs.split else static
     found = [Phase("load", weights), Phase("generate", (*sampling, *generate_terms(inputs, sizes.slots)))]
     if inputs.cache_stays:
         static = (*static, Term("keys and values", inputs.vllm_cache))
@@ -134,7 +134,7 @@ def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tu
     if inputs.critic == "own":
         terms.append(Term("critic", (element + here * inputs.master_bytes) * critic))
         state.append(Term("critic's moments", here * inputs.state_bytes * critic))
-    engine = VLLM_BYTES if inputs.engine == "vllm" else element * slots * shape.vocab
+    engine = VLLM_BYTES if inputs.engine == "vllm" and not inputs.split else element * slots * shape.vocab
     terms.append(Term("engine's buffers", engine))
     if inputs.device == "cuda":
         terms.append(Term("work space", WORKSPACE))
@@ -142,6 +142,16 @@ def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tu
         terms.append(Term("gate and up of a layer, dequantised", element * inputs.packed * 2 / 3 / shape.layers))
     present = tuple(term for term in terms if term.bytes)
     return present, tuple(term for term in state if term.bytes)
+
+
+def sampler_terms(inputs: MemoryInputs, weights: Term) -> tuple[Term, ...]:
+    """Return what a worker that only samples keeps beside keys and values."""
+    terms = [weights]
+    if inputs.samplers_copy:
+        terms.append(Term("engine's weights", weights.bytes))
+    if inputs.engine == "vllm":
+        terms.append(Term("engine's buffers", VLLM_BYTES))
+    return tuple(terms)
 
 
 def critic_trained(inputs: MemoryInputs) -> int:

@@ -72,6 +72,8 @@ class MemoryInputs:
     engines: int = 1
     """Number of engines that share the samples of a step."""
     split: bool = False
+    samplers_copy: bool = False
+    """True if an engine of those workers has weights beside the model's."""
     """True if separate workers sample."""
     offload: bool = False
     """True if masters and moments are kept in main memory."""
@@ -171,7 +173,8 @@ def memory_inputs_of(
     copies = []
     if recipe.algorithm.kl.coef > 0 and not rank:
         copies.append("reference model")
-    if recipe.weight_transport in ("copy", "ipc"):
+    split, engine_copies = isinstance(place, Split), recipe.weight_transport in ("copy", "ipc")
+    if engine_copies and not split:
         copies.append("engine's weights")
     copies += quantised_copies(recipe, reference="reference model" in copies)
     critic = recipe.algorithm.critic
@@ -195,12 +198,13 @@ def memory_inputs_of(
         share_prompts=recipe.update.share_prompts,
         engine=recipe.rollout.engine,
         vllm_cache=_vllm_cache(recipe, shape, element, available),
-        cache_stays=recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep,
+        cache_stays=recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep and not split,
         row=recipe.sft.max_tokens if recipe.sft else 0,
         step_work=_step_work(recipe, shape, added if rank else shape.parameters),
         trainers=0 if isinstance(place, Local) else place.trainers,
         engines=recipe.engines,
-        split=isinstance(place, Split),
+        split=split,
+        samplers_copy=split and engine_copies,
         offload=recipe.optimizer.offload == "cpu",
         offload_room=_offload_room(recipe, shape, element),
     )

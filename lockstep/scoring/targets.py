@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.build.parts import Policy
-    from lockstep.scoring.frozen import FrozenLearner
+    from lockstep.learner.frozen import FrozenLearner
     from lockstep.sync.transports import CopySync, RunSync, SharedSync
     from lockstep.tasks.base import BuiltTask
     from lockstep.types import Learner, Proof, RolloutEngine
@@ -382,7 +382,7 @@ def build_eval_model(recipe: Recipe, *, replaced: bool = False) -> EvalModel:
     """Load a recipe's model, and build its engine."""
     from lockstep.build.build import build_engine, build_policy, build_weight_sync
     from lockstep.learner.execution import execution_of
-    from lockstep.scoring.frozen import FrozenLearner
+    from lockstep.learner.frozen import FrozenLearner
 
     policy = build_policy(recipe, replaced=replaced)
     shared = recipe.sync.model_copy(update={"transport": "shared"})

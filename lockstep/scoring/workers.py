@@ -23,7 +23,6 @@ from lockstep.config.schema import Colocated, Local, Recipe
 from lockstep.errors import WorkerError, WorkerLost
 from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
 from lockstep.sync.compare import RankProof
-from lockstep.sync.transports import SharedSync
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import LearnerFacts, Proof
 
@@ -36,6 +35,7 @@ class Evaluator(Sampler):
         self._prepare(recipe)
         self._own = own = build_eval_model(self._recipe, replaced=weights)
         self._serve_from(own.policy, own.engine)
+        self._sync = own.sync
         learner = LearnerFacts(str(self._device), (), own.base, 0, 0, False)
         return Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None)
 
@@ -57,9 +57,7 @@ class Evaluator(Sampler):
 
     def push(self) -> RankProof:
         """Prove the engine."""
-        sync = self._own.sync
-        assert isinstance(sync, SharedSync)  # the recipe's own check: workers sample with the model's tensors
-        return RankProof(sync.push(self._own.learner, self.engine), sync.shift, sync.fingerprints, {})
+        return RankProof(self._sync.push(self._own.learner, self.engine), self._sync.shift, self._sync.fingerprints, {})
 
 
 @dataclass(frozen=True, slots=True)

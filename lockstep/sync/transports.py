@@ -101,25 +101,11 @@ class RunSync(WeightSync, Protocol):
         """Falsify one tensor, which the proof must notice; returns its name. Raises SyncError if the proof is blind."""
 
 
-class SharedSync:
-    """The engine reads the learner's own tensors: nothing is sent, and the proof checks that they are the same storage."""
-
-    sent = 0
-    """Bytes sent by the last push."""
+class _Proven:
+    """Facts of the proofs, for both transports."""
 
     def __init__(self, prover: Prover) -> None:
         self._prover = prover
-
-    def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
-        """Give the engine the learner's version and prove it. Raises SyncError naming the tensors if the proof fails."""
-        start = time.perf_counter()
-
-        def load() -> None:
-            engine.load(iter(()), learner.version)
-
-        load()
-        proof = self._prover.settle(learner, engine, load, self._prover.next_push())
-        return replace(proof, seconds=time.perf_counter() - start)
 
     @property
     def shift(self) -> float | None:
@@ -137,6 +123,24 @@ class SharedSync:
         assert self._prover.previous is not None, "nothing has been pushed"
         return self._prover.previous
 
+
+class SharedSync(_Proven):
+    """The engine reads the learner's own tensors: nothing is sent, and the proof checks that they are the same storage."""
+
+    sent = 0
+    """Bytes sent by the last push."""
+
+    def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Give the engine the learner's version and prove it. Raises SyncError naming the tensors if the proof fails."""
+        start = time.perf_counter()
+
+        def load() -> None:
+            engine.load(iter(()), learner.version)
+
+        load()
+        proof = self._prover.settle(learner, engine, load, self._prover.next_push())
+        return replace(proof, seconds=time.perf_counter() - start)
+
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything: at the end of a run, before a score. Raises SyncError."""
         return self._prover.verify(learner, engine)
@@ -146,14 +150,15 @@ class SharedSync:
         return control_shared(learner, engine, self._prover.frozen)
 
 
-class CopySync:
+class CopySync(_Proven):
     """The engine owns its weights: they are streamed one tensor at a time, frozen ones only once.
 
     With `merge`, adapters are added into the weights that are sent and compared: the engine has none (merged.py).
     """
 
     def __init__(self, prover: Prover, *, merge: bool = False, dithered: bool = False) -> None:
-        self._prover, self._merge, self._dithered = prover, merge, dithered
+        super().__init__(prover)
+        self._merge, self._dithered = merge, dithered
         self.sent = 0
         """Bytes sent by the last push; 0 if version and fingerprint already matched."""
 
@@ -175,11 +180,6 @@ class CopySync:
         engine.load(self._counted(learner.weights(), skipped), learner.version)
         proof = self._prover.settle(learner, engine, send_all, probe)
         return replace(proof, seconds=time.perf_counter() - start)
-
-    @property
-    def shift(self) -> float | None:
-        """Distance of the policy between probes: see Prover.shift."""
-        return self._prover.shift
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything and send nothing: at the end of a run, before a score. Raises SyncError."""

@@ -50,7 +50,7 @@ class Dying:
                 (self.folder / WEIGHTS).write_text("weights")
             if method == self.dies_in == "exchange":
                 return Failure("", "the other end has closed", "", "", 0.0)
-            found = {"probe": ([(3, 4)], 0.0), "learner.logprobs": [(-0.5,)], "push": PROOF, "join": "layout"}
+            found = {"push": PROOF, "join": "layout"}
             return found.get(method, "weights")
         self.calls.append(method)
         if method == self.dies_in:
@@ -61,8 +61,6 @@ class Dying:
             return "layout"
         if method == "take" and self.calls[-2:-1] == ["exchange"]:
             return "weights"
-        if method == "engine.score":
-            return [(-0.5,)]
         return (self.folder / GIVEN).read_text() if method in ("build", "take") else None
 
 
@@ -77,14 +75,6 @@ def test_a_worker_that_dies_while_it_replaces_another_is_replaced_too(tmp_path: 
     assert processes.calls == [*whole[: whole.index(dies_in) + 1], *whole]
     assert processes.replaced == 2
     assert not (tmp_path / GIVEN).exists()
-
-
-def test_a_worker_that_dies_in_the_probe_is_replaced_and_scores_again(tmp_path: Path) -> None:
-    processes: Any = Dying(tmp_path, "engine.score")
-    samplers = Samplers(processes, range(1, 2), Workers(processes, range(1)), "{}")
-    samplers.require_same_scores()
-    assert processes.calls == ["engine.score", "build", "take", "engine.score"]
-    assert processes.replaced == 1
 
 
 @pytest.mark.parametrize(("dies_in", "sent"), [("", 1), ("join", 1), ("exchange", 2), ("take", 2)])

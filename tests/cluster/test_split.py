@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.loops.start import start_run
+from lockstep.track.rollouts import read_rollouts
 from tests.cluster.test_runs import SMALL, attacked, no_orphans, same
 from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 
@@ -53,6 +54,23 @@ def test_a_split_run_is_that_of_one_process(
     assert same(alone, together, 3)
     assert len(meetings.seen) == train  # NCCL reads them when weights are first sent, not when it is made
     assert list(together.path.glob("workers/channel_*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize("adapter", [(), LORA], ids=["full", "lora"])
+def test_samplers_may_have_engines_with_weights_of_their_own(
+    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*SMALL, *adapter, "steps=3", "eval.every=3", "rollout.slots=4", "optimizer.lr=1e-3")
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    monkeypatch.setattr("lockstep.cluster.process_workers.SAMPLER", "tests.cluster.copies:CopySampler")
+    split = "placement={kind: split, train: 1, rollout: 1}"
+    together = trained(tmp_path, tiny_model_dir, *settings, split, "name=together")
+    if not adapter:
+        assert same(alone, together, 3)
+    ours, theirs = (read_rollouts(run, 2) for run in (alone, together))  # merged weights are rounded otherwise
+    assert [one.ids for one in ours] == [one.ids for one in theirs]
 
 
 @pytest.mark.slow

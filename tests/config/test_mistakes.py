@@ -351,12 +351,12 @@ def test_a_run_takes_one_gpu_unless_its_placement_asks_for_more():
 
 def test_what_workers_cannot_run_is_refused():
     place = "placement={kind: colocated, gpus: 2}"
-    for setting, named in (
-        ("rollout.engine=vllm", "rollout.engine=vllm"),
-        ("sync.transport=copy", "sync.transport=copy"),
-    ):
+    for setting, others in (("rollout.engine=vllm", "split or local"), ("sync.transport=copy", "local")):
         (line,) = mistakes(place, setting)
-        assert f"{named} does not run with placement.kind=colocated yet; take local" in line
+        assert f"{setting} does not run with placement.kind=colocated; take {others}" in line
+    split = "placement={kind: split, train: 1, rollout: 1}"
+    load([split, "rollout.engine=vllm"])
+    assert len(mistakes(split, "rollout.engine=vllm", "sync.transport=copy")) == 1
     assert mistakes("placement.gpus=0", "placement.kind=colocated") != []
 
 

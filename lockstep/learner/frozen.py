@@ -1,4 +1,4 @@
-"""A learner for evaluations: it gives log-probabilities and weights, but refuses to train."""
+"""A learner that does not train: it gives log-probabilities and weights, for evaluations and for workers that only sample."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FrozenLearner:
         return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise LearnerError("an update was requested during an evaluation, which does not train", fix=DEFECT)
+        raise LearnerError("an update was requested of a learner that does not train", fix=DEFECT)
 
     def weights(self) -> WeightStream:
-        require_clean(self.model, "the weights of an evaluation")
+        require_clean(self.model, "its weights were requested")
         return named_weights(self.model)
