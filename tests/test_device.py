@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -72,3 +73,12 @@ def test_on_a_gpu_sums_of_products_are_not_rounded_to_half_precision():
 def test_a_gpu_that_cannot_compute_is_named_before_others_wait_for_it():
     with pytest.raises(MachineError, match=r"GPU 99: it reports an error before any work: \S"):
         use_gpu(99)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(("visible", "seen"), [("", "1"), ("4,6", "6")])
+def test_a_process_may_see_its_own_gpu_alone(visible: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(MachineError, match="GPU 1: it reports an error"):
+        use_gpu(1, alone=True)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
