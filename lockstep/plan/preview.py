@@ -158,7 +158,7 @@ def _placed(preview: Preview, machine: Machine) -> str:
     workers, objective = preview.recipe.workers, preview.objective
     places: list[Colocated | Split] = [Split(train=t, rollout=workers - t) for t in range(1, workers)]
     floors, full = dict[str, float](), list[str]()
-    for place in [Colocated(gpus=workers), *places]:
+    for place in [*([Colocated(gpus=workers)] if preview.recipe.rollout.engine == "native" else []), *places]:
         recipe = preview.recipe.model_copy(update={"placement": place})
         name = "colocated" if isinstance(place, Colocated) else f"{place.train} + {place.rollout}"
         try:
