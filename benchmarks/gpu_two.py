@@ -206,7 +206,7 @@ def equal(args: argparse.Namespace, folder: Path) -> list[str]:
     """Two updates with the same rollouts on one and on two workers."""
     from gpu_step import recipe_words
 
-    from lockstep.cluster.group import GroupLearner
+    from lockstep.cluster.group import GroupLearner, Meanwhile
     from lockstep.cluster.process_workers import ProcessWorkers, Workers
     from lockstep.config.load import load
     from lockstep.config.schema import Colocated
@@ -225,7 +225,7 @@ def equal(args: argparse.Namespace, folder: Path) -> list[str]:
         placement = Colocated(gpus=size, timeout_s=300)
         processes = ProcessWorkers(placement, folder / f"equal_{number}", gpu=not args.tiny)
         workers = Workers(processes, range(size))
-        learner = GroupLearner(workers, workers.call("build", recipe, False)[0].learner)
+        learner = GroupLearner(workers, workers.call("build", recipe, False)[0].learner, Meanwhile())
         batch = saved_rollouts(args)
         metrics = [learner.update(batch, lambda inputs: None) for _ in range(2)]  # type: ignore[arg-type,return-value]
         rows.append((name, metrics, learner.fingerprint().combined))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ModelError
 from lockstep.models.folder import IMPLEMENTATIONS
-from lockstep.models.mxfp4 import is_mxfp4, read_packed, read_weights
+from lockstep.models.mxfp4 import is_mxfp4, read_dense, read_packed, read_weights
 from lockstep.models.resolve import ResolvedModel
 from lockstep.models.stored import stored_parameters, stored_tensors
 from lockstep.text import reason_of
@@ -93,8 +93,7 @@ def load_model(
             _refuse_absurd(resolved, sum(parameter.numel() for parameter in empty.parameters()))
             source: dict[str, Any] = {"pretrained_model_name_or_path": resolved.path}
             if is_mxfp4(resolved.path):
-                weights = dict(read_weights(resolved.path, dtype, packed=packed))
-                source = {"pretrained_model_name_or_path": None, "state_dict": weights}
+                source = {"pretrained_model_name_or_path": None, "state_dict": dict(read_weights(resolved.path, dtype))}
             kind: Any = type(empty)  # its annotations do not know output_loading_info
             model, report = kind.from_pretrained(
                 **source,
@@ -119,12 +118,23 @@ def load_model(
         parameter.data = parameter.data.to(dtype)
     if packed:
         _pack_experts(model, resolved.path, device)
-    if is_mxfp4(resolved.path) and (generation := _generation(resolved)) is not None:
-        model.generation_config = generation
+    if is_mxfp4(resolved.path):
+        if not packed:
+            _fill_experts(model, resolved.path, device, unused)
+        if (generation := _generation(resolved)) is not None:
+            model.generation_config = generation
     placed: PreTrainedModel = model.to(device).eval()
     if attention == ATTENTION:
         follow_layouts(placed)  # its copies do so, too
     return placed
+
+
+def _fill_experts(model: PreTrainedModel, folder: Path, device: torch.device | str, unused: list[str]) -> None:
+    """Give a model that was read without its MXFP4 weights these, dequantised on the device: on a CPU that takes minutes."""
+    empty = dict(model.named_parameters())
+    for name, weight in read_dense(folder, next(iter(empty.values())).dtype, device):
+        if name not in unused:
+            empty[name].data = weight
 
 
 def _pack_experts(model: PreTrainedModel, folder: Path, device: torch.device | str) -> None:

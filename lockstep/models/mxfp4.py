@@ -127,11 +127,10 @@ def _words(blocks_ORG: Tensor) -> Tensor:
     return words
 
 
-def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> WeightStream:
-    """Yield every parameter of a checkpoint once, on the CPU, in `dtype`; MXFP4 weights are dequantised.
+def read_weights(folder: Path, dtype: torch.dtype) -> WeightStream:
+    """Yield every parameter of a checkpoint once, on the CPU, in `dtype`; for each MXFP4 weight a zero that takes no memory.
 
-    At most one expert is in memory besides what was yielded. With `packed`, MXFP4 weights are not read: a zero that takes no
-    memory is yielded for each. Raises ModelError for blocks without scales, another layout, or a scale that is NaN.
+    Raises ModelError for blocks without scales, or another layout.
     """
     import torch
 
@@ -140,11 +139,9 @@ def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> W
         for name in sorted(places):
             base = name.removesuffix(BLOCKS)
             if name.endswith(BLOCKS) and base + SCALES in places:
-                if packed:
-                    experts, outputs, blocks, _ = places[name].get_slice(name).get_shape()
-                    yield base, torch.zeros((), dtype=dtype).expand(experts, blocks * NUMBERS, outputs)
-                else:
-                    yield base, _read(base, places, dtype)
+                _check_layout(base, places)
+                experts, outputs, blocks, _ = places[name].get_slice(name).get_shape()
+                yield base, torch.zeros((), dtype=dtype).expand(experts, blocks * NUMBERS, outputs)
             elif name.endswith(BLOCKS) or (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS not in places):
                 raise ModelError(
                     "an MXFP4 weight is incomplete: its blocks or its scales are missing",
@@ -155,15 +152,27 @@ def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> W
                 yield name, places[name].get_tensor(name).to(dtype)
 
 
+def read_dense(folder: Path, dtype: torch.dtype, device: torch.device | str) -> WeightStream:
+    """Yield each parameter that is stored in MXFP4, dequantised on `device`, in `dtype`.
+
+    Only one expert is in memory besides what was yielded. Raises ModelError for a scale that is NaN or too large for `dtype`.
+    """
+    with ExitStack() as stack:
+        places = _places(folder, stack)
+        for name in sorted(places):
+            if name.endswith(BLOCKS):
+                base = name.removesuffix(BLOCKS)
+                yield base, _read(base, places, dtype, device)
+
+
 def read_packed(folder: Path, device: torch.device | str) -> dict[str, Packed]:
-    """Return the parameters that are stored in MXFP4. Raises ModelError as read_weights does, and if a scale is too large."""
+    """Return the parameters that are stored in MXFP4. Raises ModelError for a scale that is NaN or too large."""
     with ExitStack() as stack:
         places, found = _places(folder, stack), {}
         for name in sorted(places):
             base = name.removesuffix(BLOCKS)
             if name.endswith(BLOCKS):
-                scales = places[base + SCALES].get_tensor(base + SCALES)
-                _check_layout(base, places[name].get_slice(name), scales)
+                scales = _scales(base, places)
                 if (scales > LARGEST_SCALE).any():
                     raise ModelError(
                         f"one scale is {int(scales.max())}, but weights can stay in MXFP4 only up to {LARGEST_SCALE}",
@@ -216,32 +225,34 @@ def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return places
 
 
-def _check_layout(name: str, stored: Any, scales: Tensor) -> None:
-    import torch
-
-    shape, kind = list(stored.get_shape()), stored.get_dtype()
-    fits = len(shape) == 4 and shape[3] * 2 == NUMBERS and kind == "U8" and scales.dtype == torch.uint8
-    if not fits or list(scales.shape) != shape[:3]:
+def _check_layout(name: str, places: dict[str, Any]) -> None:
+    stored, scales = (places[name + part].get_slice(name + part) for part in (BLOCKS, SCALES))
+    shape, kinds = list(stored.get_shape()), {stored.get_dtype(), scales.get_dtype()}
+    if kinds != {"U8"} or len(shape) != 4 or shape[3] * 2 != NUMBERS or list(scales.get_shape()) != shape[:3]:
         raise ModelError(
-            f"the blocks are {kind} {shape} and the scales {scales.dtype} {list(scales.shape)}, but uint8 "
-            "[experts, outputs, inputs / 32, 16] and [experts, outputs, inputs / 32] were expected",
+            f"the blocks are {stored.get_dtype()} {shape} and the scales {scales.get_dtype()} {list(scales.get_shape())}, but "
+            "U8 [experts, outputs, inputs / 32, 16] and [experts, outputs, inputs / 32] were expected",
             where=name,
             fix="dequantise the model into a folder with the tool that wrote it",
         )
+
+
+def _scales(name: str, places: dict[str, Any]) -> Tensor:
+    scales: Tensor = places[name + SCALES].get_tensor(name + SCALES)
     if (scales == NAN_SCALE).any():
         raise ModelError("an MXFP4 scale is NaN", where=name + SCALES, fix="fetch the model again")
+    return scales
 
 
-def _read(name: str, places: dict[str, Any], dtype: torch.dtype) -> Tensor:
+def _read(name: str, places: dict[str, Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Read the parameter [experts, inputs, outputs], one expert at a time."""
     import torch
 
-    stored, scales = places[name + BLOCKS].get_slice(name + BLOCKS), places[name + SCALES].get_tensor(name + SCALES)
-    _check_layout(name, stored, scales)
+    stored, scales = places[name + BLOCKS].get_slice(name + BLOCKS), _scales(name, places)
     experts, outputs, blocks, _ = stored.get_shape()
-    result = torch.empty(experts, blocks * NUMBERS, outputs, dtype=dtype)
+    result = torch.empty(experts, blocks * NUMBERS, outputs, dtype=dtype, device=device)
     for expert in range(experts):
-        result[expert] = dequantise(stored[expert : expert + 1][0], scales[expert], dtype)
+        result[expert] = dequantise(stored[expert : expert + 1][0].to(device), scales[expert].to(device), dtype)
         if not result[expert].isfinite().all():  # expert by expert: the check makes copies
             raise ModelError(f"a dequantised weight is too large for {dtype}", where=name, fix="fetch the model again")
     return result
