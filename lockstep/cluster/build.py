@@ -57,14 +57,21 @@ def place_parts(
     free = min(everyone.call("available", recipe.rollout.engine == "vllm")) if started.gpu else 0.0
     plan = plan_run(recipe, task, objective, say, free) if started.gpu else None
     chosen = recipe if plan is None else planned(recipe, plan)
-    text, sampling = (json.dumps(one.model_dump(mode="json")) for one in (_of_trainers(chosen), chosen))
+    # those that train never do so with vLLM: it is for those that only sample
+    trained = chosen.model_copy(
+        update={"rollout": chosen.rollout.model_copy(update={"engine": "native", "vllm": Vllm()})}
+    )
+    text, sampling = (json.dumps(one.model_dump(mode="json")) for one in (trained, chosen))
     samplers = Samplers(started, everyone.ranks[workers.size :], workers, sampling) if placement.samplers else None
     given = started.folder / GIVEN
     if weights is not None:
         write_tensors(given, weights)
-    facts: Facts = workers.call("build", text, weights is not None)[0]
+    workers.start(range(workers.size), "build", text, weights is not None)
+    if samplers is not None:  # at the same time
+        samplers.start(range(samplers.size), "build", sampling, weights is not None)
+    facts: Facts = workers.collect(range(workers.size), "build")[0]
     if samplers is not None:
-        samplers.call("build", sampling, weights is not None)
+        samplers.collect(range(samplers.size), "build", sampling, weights is not None)
     given.unlink(missing_ok=True)
     learns, meanwhile = replace(facts.learner, lines=(*facts.learner.lines, *placement_lines(recipe))), Meanwhile()
     pushes = recipe.loop == "rl" and recipe.updates_per_step == 1 and settings is None and samplers is None
@@ -86,12 +93,6 @@ def place_parts(
         engine.begin if pushes else None,
         beside=recipe.rollout.deal != "queue",
     )
-
-
-def _of_trainers(recipe: Recipe) -> Recipe:
-    """Return the recipe for those that train: vLLM is for those that only sample."""
-    rollout = recipe.rollout.model_copy(update={"engine": "native", "vllm": Vllm()})
-    return recipe.model_copy(update={"rollout": rollout})
 
 
 def start_workers(

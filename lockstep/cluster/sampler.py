@@ -117,16 +117,12 @@ class Sampler:
         self._received.version = version
         if self._sync.push(self._received, self.engine).changed < 0:
             self._sync.negative_control(self._received, self.engine)
-        return self._proven_fingerprints()
+        return self.held() if isinstance(self._sync, CopySync) else self._sync.fingerprints
 
     def reprove(self) -> Fingerprints:
         """Prove the engine with all of its tensors and the probe, and change nothing; returns fingerprints of the weights."""
         self._sync.verify(self._received, self.engine)
-        return self._proven_fingerprints()
-
-    def _proven_fingerprints(self) -> Fingerprints:
-        """Return the weights' fingerprints after a proof, which has those of an engine that shares them."""
-        return self._sync.fingerprints if isinstance(self._sync, SharedSync) else self.held()
+        return self.held() if isinstance(self._sync, CopySync) else self._sync.fingerprints
 
     # --- engine ---------------------------------------------------------------------------------------------------
     def sample(self, requests: list[Request], seconds: float) -> Found:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,12 @@ class Ready:
     """Prompts of the first step."""
     heldout: tuple[Prompt, ...]
     """Held-out items of all evaluations."""
+    seconds: float
 
 
 def preflight(recipe: Recipe) -> Ready:
     """Check a recipe whose steps are known. Raises LockstepError for the first thing that would end the run."""
+    begin = time.monotonic()
     prepare_for_engine(recipe)  # before anything asks for a GPU
     choose_device(recipe.device)
     build_objective(recipe)  # it tries a user's own loss and estimator
@@ -64,7 +67,7 @@ def preflight(recipe: Recipe) -> Ready:
     if material is not None:
         refuse_asked(material, held)
     prompts = ready_prompts(recipe, task, held, folder)
-    return Ready(task, material, tuple(notes), tuple(prompts), tuple(held))
+    return Ready(task, material, tuple(notes), tuple(prompts), tuple(held), time.monotonic() - begin)
 
 
 def with_known_steps(recipe: Recipe) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -199,7 +200,7 @@ def _run(
 
 
 def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready: Ready, stack: ExitStack) -> Parts:
-    task = ready.task
+    task, begin = ready.task, time.monotonic()
     load_opponents(task, recipe)
     task.keep_in(logger.run.path)
     for line in (*plan_lines(recipe), *ready.notes):
@@ -207,6 +208,7 @@ def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready
     check_disk(recipe, logger.run.path, logger.note)
     weights, state = read_weights(info) if info else (None, None)
     parts = place_parts(recipe, task, logger.run.path, stack, weights, logger.note)
+    logger.say(f"ready: checks took {ready.seconds:.1f} s, model and engine {time.monotonic() - begin:.1f} s")
     if state is not None:
         restore(parts, state, known_recipes(logger.run, recipe))
         logger.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
