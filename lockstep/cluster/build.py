@@ -57,11 +57,9 @@ def place_parts(
     free = min(everyone.call("available", recipe.rollout.engine == "vllm")) if started.gpu else 0.0
     plan = plan_run(recipe, task, objective, say, free) if started.gpu else None
     chosen = recipe if plan is None else planned(recipe, plan)
-    # those that train never do so with vLLM: it is for those that only sample
-    trained = chosen.model_copy(
-        update={"rollout": chosen.rollout.model_copy(update={"engine": "native", "vllm": Vllm()})}
-    )
-    text, sampling = (json.dumps(one.model_dump(mode="json")) for one in (trained, chosen))
+    native = chosen.rollout.model_copy(update={"engine": "native", "vllm": Vllm()})  # those that train use no other
+    both = (chosen.model_copy(update={"rollout": native}), chosen)
+    text, sampling = (json.dumps(one.model_dump(mode="json")) for one in both)
     samplers = Samplers(started, everyone.ranks[workers.size :], workers, sampling) if placement.samplers else None
     given = started.folder / GIVEN
     if weights is not None:
