@@ -50,6 +50,7 @@ class Ready:
     heldout: tuple[Prompt, ...]
     """Held-out items of all evaluations."""
     seconds: float
+    """Time that the checks took."""
 
 
 def preflight(recipe: Recipe) -> Ready:

@@ -130,11 +130,16 @@ def load_model(
 
 
 def _fill_experts(model: PreTrainedModel, folder: Path, device: torch.device | str, unused: list[str]) -> None:
-    """Give a model that was read without its MXFP4 weights these, dequantised on the device: on a CPU that takes minutes."""
+    """Dequantise MXFP4 weights on the device, for a model that was read without them. Raises ModelError if it lacks one."""
     empty = dict(model.named_parameters())
     for name, weight in read_dense(folder, next(iter(empty.values())).dtype, device):
-        if name not in unused:
+        if name in empty:
             empty[name].data = weight
+        elif name not in unused:  # loaded under another name, as zeros
+            what = f"{name}: MXFP4 weights of a parameter that the model gives another name"
+            raise ModelError(
+                what, where=str(folder), fix="dequantise the model into a folder with the tool that wrote it"
+            )
 
 
 def _pack_experts(model: PreTrainedModel, folder: Path, device: torch.device | str) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.config.schema import Model
 from lockstep.errors import ModelError
 from lockstep.models.attention import NAME
-from lockstep.models.load import load_model
+from lockstep.models.load import _fill_experts, load_model
 from lockstep.models.mxfp4 import Packed, dequantise, is_mxfp4, read_dense, read_weights
 from lockstep.models.resolve import resolve
 from lockstep.models.stored import stored_parameters
@@ -139,6 +139,14 @@ def test_what_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
     fewer = broken("d", {key: value for key, value in stored.items() if not key.startswith(name)})
     with pytest.raises(ModelError, match="random values would be used"):
         loaded(fewer, torch.float32)
+
+
+def test_a_weight_without_a_parameter_of_its_name_is_no_zero(folder: Path) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="another name"):
+        _fill_experts(model, folder, "cpu", [])
+    unused = [f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
+    _fill_experts(model, folder, "cpu", unused)  # these were named in a warning
 
 
 def test_other_quantised_models_are_still_refused(folder: Path, tmp_path: Path) -> None:
