@@ -30,6 +30,9 @@ from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, block_of, blocks
 
+KEPT = 16 * 2**20
+"""Most bytes of a result that stays in the L2 cache, of which an H200 has 50 MiB, until the next kernel reads it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile(Tile):
@@ -114,6 +117,7 @@ def _gate_up_rows(
     limit, alpha, low_ptr, up_ptr, rank, up_expert, up_output, up_rank, ROWS: tl.constexpr, SIDE: tl.constexpr,
     TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 2 * COLUMNS if PAIRED else COLUMNS
     start = tl.program_id(0) * COLUMNS
@@ -162,7 +166,9 @@ def _gate_up_rows(
         gate, up = tl.split(tl.reshape(gate, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, PAIRED, limit, alpha)
     mask = there & (column < inner)[None, :]
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
+    tl.store(
+        out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask, eviction_policy=POLICY
+    )
 
 
 @triton.jit
@@ -171,7 +177,7 @@ def _gate_up_kernel(
     alpha, experts, low_ptr, up_ptr, rank, up_expert, up_output, up_rank, TOP: tl.constexpr, PAIRED: tl.constexpr,
     BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    RANK: tl.constexpr, PRECISION: tl.constexpr,
+    RANK: tl.constexpr, PRECISION: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows."""
     await_input()
@@ -183,9 +189,13 @@ def _gate_up_kernel(
         by_input, limit, alpha, low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
     )  # fmt: skip
     if HALF < ROWS and end - first <= HALF:
-        _gate_up_rows(*given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, RANK, PRECISION)
+        _gate_up_rows(
+            *given, HALF, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, RANK, PRECISION, POLICY
+        )
     else:
-        _gate_up_rows(*given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, RANK, PRECISION)
+        _gate_up_rows(
+            *given, ROWS, SIDE, TOP, PAIRED, BIAS, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, RANK, PRECISION, POLICY
+        )
 
 
 @triton.jit
@@ -193,7 +203,7 @@ def _product_rows(
     x_ptr, weight, out_ptr, order_ptr, expert, first, end, inputs, outputs, by_expert, by_output, by_input, scaling, low_ptr,
     up_ptr, rank, up_expert, up_output, up_rank, ROWS: tl.constexpr, SIDE: tl.constexpr, TOP: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SCALED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * COLUMNS
     column, depth = start + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
@@ -226,7 +236,7 @@ def _product_rows(
             PRECISION,
         )  # fmt: skip
     out = total.to(kind)
-    tl.store(place, out.T if SIDE else out, mask=mask)
+    tl.store(place, out.T if SIDE else out, mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -235,6 +245,7 @@ def _product_kernel(
     up_ptr, rank, up_expert, up_output, up_rank, TOP: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
     WHOLE: tl.constexpr, BOXED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix. With TOP the rows are those of their tokens."""
     await_input()
@@ -246,13 +257,19 @@ def _product_kernel(
         low_ptr, up_ptr, rank, up_expert, up_output, up_rank,
     )  # fmt: skip
     if HALF < ROWS and end - first <= HALF:
-        _product_rows(*given, HALF, SIDE, TOP, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, SCALED, RANK, PRECISION)
+        _product_rows(*given, HALF, SIDE, TOP, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, SCALED, RANK, PRECISION, POLICY)
     else:
-        _product_rows(*given, ROWS, SIDE, TOP, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, SCALED, RANK, PRECISION)
+        _product_rows(*given, ROWS, SIDE, TOP, EVEN, WHOLE, BOXED, COLUMNS, DEPTH, SCALED, RANK, PRECISION, POLICY)
 
 
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _policy(result: Tensor) -> str:
+    """Return the eviction policy of the stores of a result: weights of experts would push a small one out of the L2 cache."""
+    small = result.numel() * result.element_size() <= KEPT
+    return "evict_last" if small and result.is_cuda and since_hopper() else ""
 
 
 def _boxes(weight_EOX: Tensor, tile: ExpertTile) -> TensorDescriptor | None:
@@ -287,7 +304,7 @@ def gate_up(
         inner, x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts,
         *Low.given(low, x_TH), rows.top, activation.paired, bias_EO is not None, triton.next_power_of_2(rows.experts),
         x_TH.shape[1] % tile.depth == 0, inner % tile.columns == 0, boxes is not None, tile.rows, tile.half, tile.side,
-        tile.columns, tile.depth, Low.width(low), _precision(x_TH),
+        tile.columns, tile.depth, Low.width(low), _precision(x_TH), _policy(out_RI),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
@@ -318,7 +335,7 @@ def _product(
         x, boxes or weight_EOX, out_RO, rows.order_R, rows.bounds_E, x.shape[1], outputs, *weight_EOX.stride(), rows.experts,
         scaling, *Low.given(low, x), top, triton.next_power_of_2(rows.experts), x.shape[1] % tile.depth == 0,
         outputs % tile.columns == 0, boxes is not None, tile.rows, tile.half, tile.side, tile.columns, tile.depth,
-        scaling != 1.0, Low.width(low), _precision(x),
+        scaling != 1.0, Low.width(low), _precision(x), _policy(out_RO),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

@@ -299,6 +299,8 @@ def compiled(kernel: Any, constants: dict[str, Any], dtype: str, warps: int = 8,
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    if "POLICY" in kernel.arg_names:
+        constants = {**constants, "POLICY": "evict_last"}
     arguments = {a: "constexpr" if a in constants else signature(a, dtype) for a in kernel.arg_names}
     if constants.get("BOXED"):
         arguments["weight"] = f"tensordesc<{dtype}[1, {constants['COLUMNS']}, {constants['DEPTH']}]>"
