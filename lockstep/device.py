@@ -91,6 +91,12 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+def make_room(needed: int) -> None:
+    """Give the GPU what torch has cached if fewer than `needed` bytes are free: other allocators than torch's cannot take it."""
+    if torch.cuda.is_initialized() and gpu_memory()[0] < needed:
+        torch.cuda.empty_cache()
+
+
 def free_memory() -> None:
     """Give back what nothing refers to any more, to the GPU too."""
     gc.collect()

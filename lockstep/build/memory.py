@@ -75,7 +75,7 @@ def planned(recipe: Recipe, plan: MemoryPlan) -> Recipe:
     """Return the recipe with the memory plan's choices, which must be the same on all workers."""
     sizes, rollout = plan.sizes, recipe.rollout
     update = recipe.update.model_copy(update={"tokens_per_microbatch": sizes.tokens, "recompute": sizes.recompute})
-    if rollout.slots == "auto":
+    if rollout.slots == "auto" and rollout.engine == "native":
         rollout = rollout.model_copy(update={"slots": sizes.slots})
     return recipe.model_copy(update={"update": update, "rollout": rollout})
 
@@ -100,7 +100,7 @@ def check_memory(plan: MemoryPlan | None, peak: GpuPeak | None, trained: int) ->
     if peak is None:
         return {}, ""
     metrics = {"memory/gpu_gib": peak.used / GIB, "memory/gpu_reserved_gib": peak.kept / GIB}
-    if plan is None or plan.inputs.device != "cuda" or trained < CHECKED_STEP:
+    if plan is None or plan.inputs.device != "cuda" or plan.inputs.apart or trained < CHECKED_STEP:
         return metrics, ""
     planned, warning = compared(plan, peak.used)
     return metrics | planned, warning if trained == CHECKED_STEP else ""

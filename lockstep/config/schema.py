@@ -148,9 +148,12 @@ class Recipe(Section):
         """Return the number of sequences decoded together on this type of device ("cuda" or another), if there is room."""
         if self.rollout.slots != "auto":
             return self.rollout.slots
-        if self.rollout.engine != "native" or device != "cuda":
-            return AUTO_SLOTS
-        return max(AUTO_SLOTS, min(MOST_AUTO_SLOTS, self.samples_per_step))
+        return max(AUTO_SLOTS, min(MOST_AUTO_SLOTS, self.samples_per_step)) if device == "cuda" else AUTO_SLOTS
+
+    @property
+    def vllm_room(self) -> int:
+        """Sequences of the greatest length that vLLM's automatic cache has room for; more of them share it."""
+        return AUTO_SLOTS if self.rollout.slots == "auto" else self.rollout.slots
 
     @property
     def updates_per_epoch(self) -> int:

@@ -16,8 +16,8 @@ class Rollout(Section):
     engine: Literal["native", "vllm"] = "native"
     """native samples from the learner's own weights in one process; vllm needs a GPU and pip install 'lockstep-rl[vllm]'."""
     slots: Literal["auto"] | Annotated[int, Field(ge=1, le=4096)] = "auto"
-    """Sequences decoded together; others wait for a free slot. auto is 64, and for the native engine on a GPU all samples of a
-    step (64 to 1024), fewer where the memory plan finds no room for their keys and values."""
+    """Sequences decoded together; others wait for a free slot. auto is 64, and on a GPU all samples of a step (64 to 1024);
+    for the native engine fewer where the memory plan finds no room for their keys and values."""
     max_tokens: int = Field(default=64, ge=1)
     """Longest response, in tokens."""
     temperature: float = Field(default=1.0, ge=1e-3)

@@ -25,7 +25,8 @@ class Vllm(Section):
     auto is view in process, ipc to a process of its own, and copy in process under an adapter, which is merged into the weights
     that are sent."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Memory of keys and values; none is room for rollout.slots sequences of max_model_len, at most gpu_memory_utilization."""
+    """Memory of keys and values; none is room for rollout.slots sequences (auto: 64) of max_model_len, at most
+    gpu_memory_utilization."""
     gpu_memory_utilization: float = Field(default=0.3, gt=0, lt=1)
     """Most that the automatic kv_cache_gib may take, as a share of the GPU's memory."""
     max_model_len: int | None = Field(default=None, ge=2)

@@ -31,8 +31,10 @@ PROOF_BYTES = {"cuda": 16 * 2**20, "cpu": 2 * 2**20}
 """Work space of the fingerprints."""
 WORKSPACE = 96 * 2**20
 """Work space of the matrix libraries, which torch's allocator holds."""
-VLLM_BYTES = 2.5 * GIB
-"""Bytes that vLLM takes beside weights, keys and values: activations of a profile run, samplers, graphs."""
+VLLM_BYTES, VLLM_FIXED, VLLM_NUMBER = 2.5 * GIB, 1.2 * GIB, 18
+"""Least bytes that vLLM takes beside weights, keys and values: activations of a profile run, samplers, graphs; those that do not
+grow with its rows; and those of each logit. Read on an H200: 0.45 GiB of tensors with 64 rows of 152k logits, 1.59 with 512.
+"""
 OUTSIDE = {"cuda": 1.25 * GIB, "cpu": 0.5 * GIB}
 """Context, libraries and kernels of the process, outside torch's allocator."""
 
@@ -77,7 +79,7 @@ def phases(inputs: MemoryInputs, sizes: Sizes) -> tuple[Phase, ...]:
     tokens = stream_tokens(inputs, sizes.tokens)
     weights, state = static_terms(inputs, sizes.slots)
     static = (*weights, *state)
-    sampling = sampler_terms(inputs, weights[0]) if inputs.split else static
+    sampling = sampler_terms(inputs, weights[0], sizes.slots) if inputs.split else static
     found = [Phase("load", weights), Phase("generate", (*sampling, *generate_terms(inputs, sizes.slots)))]
     if inputs.cache_stays:
         static = (*static, Term("keys and values", inputs.vllm_cache))
@@ -134,7 +136,8 @@ def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tu
     if inputs.critic == "own":
         terms.append(Term("critic", (element + here * inputs.master_bytes) * critic))
         state.append(Term("critic's moments", here * inputs.state_bytes * critic))
-    engine = VLLM_BYTES if inputs.engine == "vllm" and not inputs.split else element * slots * shape.vocab
+    vllm = inputs.engine == "vllm" and not inputs.split
+    engine = vllm_bytes(inputs, slots) if vllm else element * slots * shape.vocab
     terms.append(Term("engine's buffers", engine))
     if inputs.device == "cuda":
         terms.append(Term("work space", WORKSPACE))
@@ -144,13 +147,18 @@ def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tu
     return present, tuple(term for term in state if term.bytes)
 
 
-def sampler_terms(inputs: MemoryInputs, weights: Term) -> tuple[Term, ...]:
+def vllm_bytes(inputs: MemoryInputs, slots: int) -> float:
+    """Bytes of vLLM beside weights, keys and values."""
+    return max(VLLM_BYTES, VLLM_FIXED + VLLM_NUMBER * slots * inputs.shape.vocab)
+
+
+def sampler_terms(inputs: MemoryInputs, weights: Term, slots: int) -> tuple[Term, ...]:
     """Return what a worker that only samples keeps beside keys and values."""
     terms = [weights]
     if inputs.samplers_copy:
         terms.append(Term("engine's weights", weights.bytes))
     if inputs.engine == "vllm":
-        terms.append(Term("engine's buffers", VLLM_BYTES))
+        terms.append(Term("engine's buffers", vllm_bytes(inputs, slots)))
     return tuple(terms)
 
 

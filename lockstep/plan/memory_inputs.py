@@ -57,6 +57,8 @@ class MemoryInputs:
     engine: Literal["native", "vllm"]
     vllm_cache: float = 0.0
     """Bytes of vLLM's keys and values."""
+    apart: bool = False
+    """True if vLLM has a process of its own beside the trainer's, whose torch does not count its memory."""
     cache_stays: bool = False
     """True if vLLM keeps its cache during the update."""
     row: int = 0
@@ -198,6 +200,7 @@ def memory_inputs_of(
         share_prompts=recipe.update.share_prompts,
         engine=recipe.rollout.engine,
         vllm_cache=_vllm_cache(recipe, shape, element, available),
+        apart=recipe.rollout.engine == "vllm" and recipe.rollout.vllm.process == "own" and not split,
         cache_stays=recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep and not split,
         row=recipe.sft.max_tokens if recipe.sft else 0,
         step_work=_step_work(recipe, shape, added if rank else shape.parameters),
@@ -280,7 +283,7 @@ def _vllm_cache(recipe: Recipe, shape: ModelShape, element: int, available: floa
     if vllm.kv_cache_gib is not None:
         return vllm.kv_cache_gib * GIB
     length = vllm.max_model_len or max(rollout.max_tokens, recipe.eval.max_tokens or 0) + VLLM_PROMPT_ROOM
-    return min(float(recipe.slots("cuda") * length * shape.kv_bytes(element)), vllm.gpu_memory_utilization * available)
+    return min(float(recipe.vllm_room * length * shape.kv_bytes(element)), vllm.gpu_memory_utilization * available)
 
 
 # --- adapters and copies ----------------------------------------------------------------------------------------------

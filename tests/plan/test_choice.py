@@ -18,7 +18,7 @@ from lockstep.learner.packing import microbatches, pack
 from lockstep.plan.choice import MemoryPlan, compared, even_share, memory_lines, plan_memory
 from lockstep.plan.devices import require_devices
 from lockstep.plan.floors import H200 as FLOOR_GPU
-from lockstep.plan.memory import host_bytes, offloaded_host_bytes
+from lockstep.plan.memory import host_bytes, offloaded_host_bytes, vllm_bytes
 from lockstep.plan.memory_inputs import GIB, OFFLOAD_CHUNK, memory_inputs_of
 from lockstep.plan.preview import recipe_floor
 from lockstep.plan.shapes import ModelShape
@@ -103,9 +103,20 @@ def test_auto_rows_are_fewer_where_their_cache_is_too_large() -> None:
     assert any("of 512 rows have no room" in line for line in memory_lines(chosen))
 
 
-def test_elsewhere_auto_rows_stay_what_they_were() -> None:
+def test_auto_rows_elsewhere() -> None:
+    """On a CPU they are 64; vLLM has all samples of a step, in the memory of keys and values that 64 long ones need."""
     assert auto("prompts_per_step=64", device="cpu").sizes.slots == 64
-    assert auto("prompts_per_step=64", "rollout.engine=vllm").sizes.slots == 64
+    vllm = auto("prompts_per_step=64", "rollout.engine=vllm", "samples_per_prompt=8", "rollout.max_tokens=512")
+    assert vllm.sizes.slots == 512
+    assert vllm.inputs.vllm_cache == min(64 * (512 + 8192) * 28672, 0.3 * vllm.available)
+    fixed = auto("prompts_per_step=64", "rollout.engine=vllm", "rollout.max_tokens=512", "rollout.slots=128")
+    assert fixed.inputs.vllm_cache == min(128 * (512 + 8192) * 28672, 0.3 * fixed.available)
+
+
+def test_more_rows_of_vllm_need_more_memory_beside_keys_and_values() -> None:
+    few, many = (auto("prompts_per_step=64", "rollout.engine=vllm", f"rollout.slots={n}").inputs for n in (64, 1024))
+    assert vllm_bytes(few, 64) == 2.5 * GIB
+    assert vllm_bytes(many, 1024) == 1.2 * GIB + 18 * 1024 * many.shape.vocab
 
 
 def test_a_cpu_is_never_refused() -> None:
@@ -255,6 +266,24 @@ def test_a_prediction_that_is_off_is_a_warning() -> None:
     assert warning == ""
     assert "+12%" in compared(chosen, predicted * 1.12)[1]
     assert "-30%" in compared(chosen, predicted * 0.70)[1]
+
+
+def test_torch_counts_the_keys_and_values_of_a_sleeping_vllm() -> None:
+    """Read on an H200 with a model of this size: 89.1 GiB by torch's count, 14.9 of them keys and values that were freed."""
+    vllm = "rollout={engine: vllm, max_tokens: 512, slots: 64}"
+    chosen = plan(SMALL, vllm)
+    train = next(phase.bytes for phase in chosen.phases if phase.name == "train")
+    metrics, warning = compared(chosen, train + chosen.inputs.vllm_cache)
+    assert chosen.inputs.vllm_cache == 64 * (512 + 8192) * 28672
+    assert metrics["memory/plan_error"] == pytest.approx(0.0, abs=0.01)
+    assert warning == ""
+    awake = plan(SMALL, vllm, "rollout.vllm.sleep=false")
+    assert compared(awake, awake.peak.bytes)[0]["memory/plan_error"] == 0.0
+
+
+def test_a_vllm_of_its_own_process_is_not_compared() -> None:
+    own = plan(SMALL, "rollout={engine: vllm, max_tokens: 512, vllm: {process: own}}")
+    assert "memory/plan_error" not in check_memory(own, GpuPeak(2**30, 2**30), CHECKED_STEP)[0]
 
 
 def test_the_peak_of_a_gpu_is_compared_with_the_plan_after_some_steps() -> None:

@@ -372,3 +372,16 @@ def sleep_forgets_nothing_that_matters(subject: Subject) -> None:
         assert max(abs(a - b) for a, b in zip(after.logprobs, before.logprobs, strict=True)) <= subject.tolerance
         engine.sleep()
     weights_are_what_was_loaded(subject)
+
+
+@check
+def a_sleeping_engine_finds_room_among_what_torch_has_cached(subject: Subject) -> None:
+    engine = subject.engine
+    if not hasattr(engine, "sleep") or not torch.cuda.is_available():
+        return
+    prompt, sampling = tokens(subject, 101, 5), Sampling(4, temperature=0.0, ignore_eos=True)
+    before = finish(subject, [ask("a", prompt, sampling)])["a"]
+    engine.sleep()
+    cached = torch.empty(torch.cuda.mem_get_info()[0] - 2**28, dtype=torch.uint8, device="cuda")
+    del cached  # torch keeps its memory: what other processes and other allocators find is a quarter of a GiB
+    assert finish(subject, [ask("a", prompt, sampling)])["a"].ids == before.ids

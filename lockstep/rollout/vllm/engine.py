@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from lockstep.device import make_room
 from lockstep.errors import EngineError, LockstepError
 from lockstep.models.weights import named_weights
 from lockstep.numerics.spec import Scale
@@ -218,6 +219,7 @@ class VllmEngine:
     def wake(self) -> None:
         """Allocate the memory of keys and values again. A request or a score does so by itself."""
         if self._asleep:
+            make_room(self._settings.kv_cache_bytes)
             with self._on_stream():
                 self._engine.wake_up()
             self._asleep = False

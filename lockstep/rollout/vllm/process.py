@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lockstep import errors
+from lockstep.device import make_room
 from lockstep.errors import DEFECT, EngineError, LockstepError
 from lockstep.rollout.requests import check_clean, check_idle, check_settled, check_version
 from lockstep.rollout.vllm import bucket, wire
@@ -35,17 +36,20 @@ TAIL = 2000
 class EngineProcess:
     """Implements types.RolloutEngine over an engine in a separate process, with sleep(), wake() and fingerprints()."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], device: torch.device) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], device: torch.device, *, woken: int = 0
+    ) -> None:
         """Start `command`, with the number of the channel's file descriptor as last argument, and wait until it is ready.
 
-        Weights pass through memory of `device`, a CUDA device, or of the host. Raises EngineError with the end of the
+        Weights pass through memory of `device`, a CUDA device, or of the host. `woken`: bytes of a GPU that the engine takes when
+        it wakes. Raises EngineError with the end of the
         process's output if it does not start.
         """
         self.version = -1
         self.forward = Forward()
         self.seconds = 0.0
         """Seconds that the start took."""
-        self._device = device
+        self._device, self._woken = device, woken
         self._bucket: bucket.Bucket | None = None
         self._running: dict[int, Request] = {}
         self._keys = itertools.count()
@@ -77,6 +81,7 @@ class EngineProcess:
             return
         for request in requests:
             check_version(request, self.version)
+        self._make_room()
         prompts: dict[TokenIds, int] = {}
         samplings: dict[Sampling, int] = {}
         keys = [next(self._keys) for _ in requests]
@@ -118,6 +123,7 @@ class EngineProcess:
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first, at temperature 1."""
         rows = [tuple(ids) for ids in sequences]
+        self._make_room()
         self._channel.send(wire.Score(tuple(map(len, rows))), wire.packed(rows))
         lengths = self._answer_of(wire.Scores).lengths
         return wire.unpacked_floats(self._payload, lengths)
@@ -155,6 +161,11 @@ class EngineProcess:
         self._channel.send(wire.Fingerprint())
         entries = self._answer_of(wire.Prints).entries
         return Fingerprints({e.name: TensorPrint(int(e.value, 16), e.dtype, e.shape, e.bytes) for e in entries})
+
+    def _make_room(self) -> None:
+        """Leave the engine room on the GPU: its first request takes the memory of keys and values."""
+        if not self._running:
+            make_room(self._woken)
 
     def sleep(self) -> None:
         """Free the memory of keys and values."""
@@ -286,4 +297,5 @@ def vllm_process(settings: VllmSettings, device: torch.device, *, through_host: 
     environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
     environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)  # uses this process's import path
     command = [sys.executable, "-m", "lockstep.rollout.vllm.child", json.dumps(asdict(settings))]
-    return EngineProcess(command, environment, torch.device("cpu") if through_host else device)
+    woken = settings.kv_cache_bytes if settings.sleep else 0
+    return EngineProcess(command, environment, torch.device("cpu") if through_host else device, woken=woken)

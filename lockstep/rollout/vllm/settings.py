@@ -52,7 +52,7 @@ def settings_of(
     if vllm.kv_cache_gib is not None:
         cache = int(vllm.kv_cache_gib * GIB)
     else:
-        wanted = recipe.slots("cuda") * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
+        wanted = recipe.vllm_room * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
         cache = min(wanted, int(vllm.gpu_memory_utilization * gpu_bytes))
     return VllmSettings(
         folder=folder,
