@@ -247,7 +247,7 @@ def write_speed(folder: Path) -> float:
 
 
 def check_cache() -> Check:
-    """Check the folders of converted models and of models of a hub."""
+    """Check the folders of converted models and of models of a hub, and that they are where the user thinks."""
     hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     folders = {"LOCKSTEP_CACHE": cache_root(), "HF_HOME": hub}
     wrong = {name: folder for name, folder in folders.items() if not writable(existing(folder))}
@@ -258,6 +258,10 @@ def check_cache() -> Check:
         return Check(
             "cache", "warn", found, f"export {name}={place}/{'lockstep' if name == 'LOCKSTEP_CACHE' else 'huggingface'}"
         )
+    old = os.environ.get("TRANSFORMERS_CACHE")
+    if old and not os.environ.get("HF_HOME") and not os.environ.get("HF_HUB_CACHE"):
+        found = f"transformers 5 does not read TRANSFORMERS_CACHE ({old}); models are fetched into {hub}"
+        return Check("cache", "warn", found, f"export HF_HUB_CACHE={old}")
     return Check("cache", "ok", ", ".join(map(str, folders.values())))
 
 

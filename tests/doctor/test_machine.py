@@ -143,6 +143,16 @@ def test_a_cache_that_cannot_be_written_is_found(monkeypatch: pytest.MonkeyPatch
     assert machine.check_disk(Path("/proc/runs")).verdict == "fail"
 
 
+def test_the_cache_of_older_versions_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRANSFORMERS_CACHE", str(tmp_path))
+    check = machine.check_cache()
+    assert (check.verdict, check.fix) == ("warn", f"export HF_HUB_CACHE={tmp_path}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert machine.check_cache().verdict == "ok"
+
+
 def test_a_check_that_raises_is_a_failed_one_and_hides_no_other() -> None:
     def broken() -> Check:
         raise KeyError("cpu.max")
