@@ -69,13 +69,15 @@ class GpuPeak(NamedTuple):
     used: int
     kept: int
     """By torch's allocator, in use or not."""
+    total: int
+    """All of the GPU."""
 
 
 def gpu_peak() -> GpuPeak | None:
     """Return that of this process; None if it has used no GPU."""
     if not torch.cuda.is_initialized():
         return None
-    return GpuPeak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    return GpuPeak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), int(gpu_memory()[1]))
 
 
 def shared_memory(device: torch.device) -> int:

@@ -99,7 +99,9 @@ def check_memory(plan: MemoryPlan | None, peak: GpuPeak | None, trained: int) ->
     """Return a GPU's peak so far beside the plan's, and a warning if the plan is off. `trained`: steps since the start."""
     if peak is None:
         return {}, ""
+    freed = 0.0 if plan is None else plan.inputs.freed_cache
     metrics = {"memory/gpu_gib": peak.used / GIB, "memory/gpu_reserved_gib": peak.kept / GIB}
+    metrics["memory/gpu_share"] = (peak.used - freed) / peak.total
     if plan is None or plan.inputs.device != "cuda" or plan.inputs.apart or trained < CHECKED_STEP:
         return metrics, ""
     planned, warning = compared(plan, peak.used)

@@ -66,8 +66,8 @@ class Sampler:
         use_gpu(self._place.rank, alone=alone and self._place.rank >= self._place.size)
         return gpu_memory()[0]
 
-    def gpu_peak(self) -> tuple[int, int] | None:
-        """Return the most bytes in use and kept on this worker's GPU so far; None on a CPU."""
+    def gpu_peak(self) -> tuple[int, int, int] | None:
+        """Return the most bytes in use and kept on this worker's GPU so far, and all of it; None on a CPU."""
         return gpu_peak()
 
     def build(self, recipe: str, weights: bool) -> Facts | None:

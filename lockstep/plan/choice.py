@@ -294,10 +294,9 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 # --- checking -------------------------------------------------------------------------------------------------------
 def compared(plan: MemoryPlan, peak_bytes: float) -> tuple[Metrics, str]:
     """Return the predicted peak of torch's allocator with the share by which the measured one is above, and a warning if that is
-    more than TOLERATED. torch counts the keys and values of a vLLM in this process while their memory is freed, too.
+    more than TOLERATED.
     """
-    inputs = plan.inputs
-    freed = inputs.vllm_cache if not (inputs.split or inputs.cache_stays) else 0.0
+    freed = plan.inputs.freed_cache
     predicted = max(phase.bytes + (0.0 if phase.name == "generate" else freed) for phase in plan.phases)
     error = peak_bytes / predicted - 1
     metrics = {"memory/predicted_gib": predicted / GIB, "memory/plan_error": error}

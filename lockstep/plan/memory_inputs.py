@@ -74,13 +74,18 @@ class MemoryInputs:
     engines: int = 1
     """Number of engines that share the samples of a step."""
     split: bool = False
+    """True if separate workers sample."""
     samplers_copy: bool = False
     """True if an engine of those workers has weights beside the model's."""
-    """True if separate workers sample."""
     offload: bool = False
     """True if masters and moments are kept in main memory."""
     offload_room: float = 0.0
     """Bytes of the two buffers on the device through which they pass."""
+
+    @property
+    def freed_cache(self) -> float:
+        """Bytes of keys and values that a vLLM in this process frees between rollouts. torch counts them all the time."""
+        return 0.0 if self.split or self.apart or self.cache_stays else self.vllm_cache
 
     @property
     def owned(self) -> int:

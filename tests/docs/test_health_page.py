@@ -17,8 +17,8 @@ def test_each_rule_stands_there_with_its_defaults() -> None:
     settings = Recipe().health.in_force()
     assert rules_table() in PAGE, "run `make docs`"
     stopping = sum(setting.tier == "stop" for _, setting in settings)
-    assert (len(settings), stopping) == (29, 12)
-    assert "twenty-nine rules watch" in PAGE
+    assert (len(settings), stopping) == (30, 12)
+    assert "thirty rules watch" in PAGE
     assert "Twelve of them stop the run" in PAGE
 
 

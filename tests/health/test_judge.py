@@ -65,7 +65,7 @@ HEALTHY = {
     "reward/unscored": 0.0, "reward/std": 0.4, "reward/zero_std_groups": 0.3, "length/truncated": 0.02, "length/mean": 200.0,
     "entropy/sampled": 0.6, "advantage/nonzero": 0.7, "ratio/clip_share": 0.01, "kl/ref": 0.01, "weights/changed_tensors": 28.0,
     "memory/disk_free_gib": 90.0, "reward/high_but_wrong": 0.0, "ratio/log_abs_max": 0.1, "answer/has_answer": 1.0, "lr": 1e-5,
-    "time/grade_share": 0.02, "gpu/seen": 1.0, "routes/differ": 0.03,
+    "time/grade_share": 0.02, "memory/gpu_share": 0.8, "gpu/seen": 1.0, "routes/differ": 0.03,
 }  # fmt: skip
 CASES = [
     # rule, metric, bad value, good steps before, bad steps until it speaks
@@ -86,6 +86,7 @@ CASES = [
     ("kl_reference", "kl/ref", 1.01, 6, 5),
     ("unmoved", "weights/changed_tensors", 0.0, 6, 5),
     ("disk", "memory/disk_free_gib", 1.2, 6, 2),
+    ("headroom", "memory/gpu_share", 0.96, 6, 2),
     ("zero_gradient", "grad/norm", 0.0, 6, 3),
     ("reward_hacking", "reward/high_but_wrong", 0.16, 6, 4),
     ("ratio_tail", "ratio/log_abs_max", 5.1, 6, 2),
@@ -307,7 +308,7 @@ def test_which_rules_are_in_force_is_said() -> None:
     given = {"loop": "sft", "sft": {"data": "rows.jsonl"}, "health": {"rules": {"forgets": own | {"advice": "stop"}}}}
     (line,) = health_lines(load_mapping(given))
     assert line == "health: the run stops itself by clipping, zero_gradient, unmoved, leap, disk, forgets; " + (
-        "warns of grad_spike, spike_escalation, cold"
+        "warns of grad_spike, spike_escalation, cold, headroom"
     )
 
 

@@ -277,18 +277,20 @@ def test_torch_counts_the_keys_and_values_of_a_sleeping_vllm() -> None:
     assert chosen.inputs.vllm_cache == 64 * (512 + 8192) * 28672
     assert metrics["memory/plan_error"] == pytest.approx(0.0, abs=0.01)
     assert warning == ""
+    counted = GpuPeak(int(train + chosen.inputs.vllm_cache), int(H200), int(H200))
+    assert check_memory(chosen, counted, 1)[0]["memory/gpu_share"] == pytest.approx(train / H200)
     awake = plan(SMALL, vllm, "rollout.vllm.sleep=false")
     assert compared(awake, awake.peak.bytes)[0]["memory/plan_error"] == 0.0
 
 
 def test_a_vllm_of_its_own_process_is_not_compared() -> None:
     own = plan(SMALL, "rollout={engine: vllm, max_tokens: 512, vllm: {process: own}}")
-    assert "memory/plan_error" not in check_memory(own, GpuPeak(2**30, 2**30), CHECKED_STEP)[0]
+    assert "memory/plan_error" not in check_memory(own, GpuPeak(2**30, 2**30, 2**33), CHECKED_STEP)[0]
 
 
 def test_the_peak_of_a_gpu_is_compared_with_the_plan_after_some_steps() -> None:
     chosen = plan(SMALL)
-    peak = GpuPeak(int(chosen.peak.bytes * 1.2), int(chosen.peak.bytes * 1.3))
+    peak = GpuPeak(int(chosen.peak.bytes * 1.2), int(chosen.peak.bytes * 1.3), int(H200))
     assert check_memory(chosen, None, CHECKED_STEP) == ({}, "")  # a CPU
     early, nothing = check_memory(chosen, peak, CHECKED_STEP - 1)
     assert (early["memory/gpu_gib"], early["memory/gpu_reserved_gib"]) == (peak.used / GIB, peak.kept / GIB)
