@@ -254,6 +254,16 @@ def test_the_largest_phase_and_part_are_named() -> None:
     assert isinstance(worst.largest, Term)
 
 
+@pytest.mark.parametrize("more", [(), ("rollout.slots=128",), ("rollout.vllm={gpu_memory_utilization: 0.05}",)])
+def test_vllm_takes_the_keys_and_values_that_are_planned(more: tuple[str, ...]) -> None:
+    from lockstep.rollout.vllm.settings import settings_of
+    from tests.rollout.vllm.test_settings import QWEN
+
+    given = ["rollout={engine: vllm, max_tokens: 512}", "samples_per_prompt=8", "prompts_per_step=64", *more]
+    made = settings_of(load([*GPU, *given]), "/m", QWEN, dtype="bfloat16", stop_ids=frozenset(), gpu_bytes=int(H200))
+    assert cache_bytes(inputs(SMALL, *given), 512) == pytest.approx(made.kv_cache_bytes, abs=1)
+
+
 def test_the_code_has_the_sizes_that_the_plan_assumes() -> None:
     from lockstep.learner import adamw8bit
     from lockstep.models import heads
