@@ -19,6 +19,8 @@ from lockstep.openmp import leave_out_tiles
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 COLLECT_AFTER = 5000
 """New objects after which a run looks for garbage, which might hold memory of a GPU. Python's own number is 700."""
+SPARE = 2**30
+"""Bytes of a GPU beside what is asked for: to map memory takes some, and so do libraries."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
@@ -94,8 +96,8 @@ def wait() -> None:
 
 
 def make_room(needed: int) -> None:
-    """Give the GPU what torch has cached if fewer than `needed` bytes are free: other allocators than torch's cannot take it."""
-    if torch.cuda.is_initialized() and gpu_memory()[0] < needed:
+    """Give the GPU what torch has cached if it has not `needed` bytes free, and SPARE: other allocators cannot take it."""
+    if torch.cuda.is_initialized() and gpu_memory()[0] < needed + SPARE:
         torch.cuda.empty_cache()
 
 

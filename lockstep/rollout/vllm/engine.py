@@ -27,15 +27,8 @@ from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share
 from lockstep.rollout.vllm.plugin import register
 from lockstep.rollout.vllm.quantised import Plan
-from lockstep.rollout.vllm.requests import (
-    Pending,
-    asked_of,
-    check_servable,
-    completion_of,
-    look,
-    streams,
-)
-from lockstep.rollout.vllm.settings import VllmSettings
+from lockstep.rollout.vllm.requests import Pending, asked_of, check_servable, completion_of, look, streams
+from lockstep.rollout.vllm.settings import GIB, VllmSettings
 from lockstep.rollout.vllm.worker import QUALNAME, steps_left
 from lockstep.text import reason_of
 from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
@@ -48,6 +41,7 @@ BATCHED_TOKENS = 16384
 """Prompt tokens of one step."""
 MOST_DRAINED = 1000
 """Number of steps after which an engine that should be idle is considered broken."""
+SMALLER = "lower rollout.vllm.kv_cache_gib or rollout.slots, or set rollout.engine=native"
 
 
 class VllmEngine:
@@ -217,11 +211,18 @@ class VllmEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Allocate the memory of keys and values again. A request or a score does so by itself."""
+        """Allocate the memory of keys and values again. A request or a score does so by itself.
+
+        Raises EngineError if the GPU has no room for it. The engine cannot be used any more then.
+        """
         if self._asleep:
-            make_room(self._settings.kv_cache_bytes)
-            with self._on_stream():
-                self._engine.wake_up()
+            make_room(size := self._settings.kv_cache_bytes)
+            try:
+                with self._on_stream():
+                    self._engine.wake_up()
+            except RuntimeError as error:  # of vLLM's own allocator
+                what = f"vLLM could not take its {size / GIB:.1f} GiB of keys and values again: {reason_of(error)}"
+                raise EngineError(what, fix=SMALLER) from error
             self._asleep = False
 
     # --- vLLM -----------------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def _start(settings: VllmSettings) -> Any:
         raise EngineError(
             f"vLLM cannot start: {text}",
             where=settings.folder,
-            fix="lower rollout.vllm.kv_cache_gib or rollout.slots, or set rollout.engine=native" if memory else FIX,
+            fix=SMALLER if memory else FIX,
         ) from error
 
 

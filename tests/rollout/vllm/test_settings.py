@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from lockstep.config.load import load_mapping
 from lockstep.errors import ConfigError, EngineError
-from lockstep.rollout.vllm.engine import captured, engine_arguments
+from lockstep.rollout.vllm.engine import VllmEngine, captured, engine_arguments
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.settings import VllmSettings, bytes_per_token, default_length, settings_of
 
@@ -165,15 +169,25 @@ def test_a_model_on_a_cpu_is_refused():
 
 
 def test_without_a_gpu_the_error_names_the_native_engine():
-    import torch
-
-    from lockstep.rollout.vllm.engine import VllmEngine
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(EngineError, match="needs a CUDA GPU") as caught:
         VllmEngine(made({}), str)
     assert "rollout.engine=native" in caught.value.fix
+
+
+def test_an_engine_that_finds_no_room_for_its_keys_and_values_says_what_to_lower(monkeypatch: pytest.MonkeyPatch):
+    def full() -> None:
+        raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163")
+
+    monkeypatch.setattr(VllmEngine, "_on_stream", nullcontext)
+    engine = object.__new__(VllmEngine)
+    engine._settings, engine._asleep = made({"vllm": {"kv_cache_gib": 2.5}}), True
+    engine._engine = SimpleNamespace(wake_up=full)
+    with pytest.raises(EngineError, match=r"its 2\.5 GiB of keys and values again: RuntimeError: CUDA Error") as caught:
+        engine.wake()
+    assert "lower rollout.vllm.kv_cache_gib" in caught.value.fix
+    assert engine._asleep
 
 
 def test_numerics_reach_the_engine():
