@@ -151,6 +151,11 @@ class Recipe(Section):
         return max(AUTO_SLOTS, min(MOST_AUTO_SLOTS, self.samples_per_step)) if device == "cuda" else AUTO_SLOTS
 
     @property
+    def longest_reply(self) -> int:
+        """Most tokens that a rollout or an evaluation may sample for one reply."""
+        return max(self.rollout.max_tokens, self.eval.max_tokens or 0)
+
+    @property
     def vllm_room(self) -> int:
         """Sequences of the greatest length that vLLM's automatic cache has room for; more of them share it."""
         return AUTO_SLOTS if self.rollout.slots == "auto" else self.rollout.slots
@@ -365,10 +370,9 @@ class Recipe(Section):
             raise ValueError("rollout.engine=vllm needs a GPU; use native on a CPU")
         if mistake := vllm_refuses(self.adapter):
             raise ValueError(mistake)
-        longest = max(self.rollout.max_tokens, self.eval.max_tokens or 0)
         temperatures = (self.rollout.temperature, *(mode.temperature for _, mode in self.eval.pairs))
         adapter = self.adapter.kind != "none"
-        mistake = mistake_of(self.rollout.vllm, longest, temperatures, adapter=adapter)
+        mistake = mistake_of(self.rollout.vllm, self.longest_reply, temperatures, adapter=adapter)
         if mistake := mistake or numerics_mistake(self.numerics, adapter=adapter):
             raise ValueError(mistake)
         return self

@@ -12,6 +12,8 @@ from lockstep.config.section import Section
 
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
 """vLLM refuses higher temperatures and raises lower ones, except 0."""
+PROMPT_ROOM = 8192
+"""Prompt tokens that fit beside the longest reply if nothing else is set."""
 
 
 class Vllm(Section):
@@ -47,6 +49,18 @@ def transport_of(vllm: Vllm, *, adapter: bool) -> Literal["view", "copy", "ipc"]
     if vllm.process == "own":
         return "ipc"
     return "copy" if adapter else "view"
+
+
+def longest_of(vllm: Vllm, reply: int, context: int | None) -> int:
+    """Return the most tokens of prompt and reply together, for this longest reply and the model's context."""
+    return vllm.max_model_len or min(reply + PROMPT_ROOM, context or reply + PROMPT_ROOM)
+
+
+def cache_bytes(vllm: Vllm, wanted: int, gpu: float) -> int:
+    """Return the bytes of keys and values, of which `wanted` are enough, on a GPU that has `gpu` bytes."""
+    if vllm.kv_cache_gib is not None:
+        return int(vllm.kv_cache_gib * 2**30)
+    return min(wanted, int(vllm.gpu_memory_utilization * gpu))
 
 
 def quantised_numerics(numerics: Numerics) -> tuple[str, ...]:

@@ -8,13 +8,12 @@ from typing import Literal, assert_never
 from lockstep.config.adapter import ATTENTION, REGEX, Adapter, Lora, NoAdapter, OtherPeft, Targets
 from lockstep.config.numerics import PHASES, Phase
 from lockstep.config.schema import AdamW, Local, Muon, PythonOptimizer, Recipe, Split
+from lockstep.config.vllm import cache_bytes, longest_of
 from lockstep.plan.activations import FP32, Layers, Scores, scores
 from lockstep.plan.shapes import Linear, ModelShape
 
 GIB = 2**30
 
-VLLM_PROMPT_ROOM = 8192
-"""Prompt tokens that vLLM has room for by default beside a reply (rollout.vllm.settings.PROMPT_ROOM)."""
 STATE_CHUNK = 2**25
 """Number of parameters whose 8-bit moments are expanded to fp32 at a time (learner.adamw8bit.CHUNK)."""
 STATE_WORK = 7 * 4
@@ -281,14 +280,11 @@ def _step_work(recipe: Recipe, shape: ModelShape, trained: int) -> float:
 
 
 def _vllm_cache(recipe: Recipe, shape: ModelShape, element: int, available: float) -> float:
-    """Return the bytes of vLLM's cache as rollout.vllm.settings works them out."""
-    vllm, rollout = recipe.rollout.vllm, recipe.rollout
-    if rollout.engine != "vllm":
+    if recipe.rollout.engine != "vllm":
         return 0.0
-    if vllm.kv_cache_gib is not None:
-        return vllm.kv_cache_gib * GIB
-    length = vllm.max_model_len or max(rollout.max_tokens, recipe.eval.max_tokens or 0) + VLLM_PROMPT_ROOM
-    return min(float(recipe.vllm_room * length * shape.kv_bytes(element)), vllm.gpu_memory_utilization * available)
+    vllm = recipe.rollout.vllm
+    length = longest_of(vllm, recipe.longest_reply, shape.context)
+    return float(cache_bytes(vllm, recipe.vllm_room * length * shape.kv_bytes(element), available))
 
 
 # --- adapters and copies ----------------------------------------------------------------------------------------------

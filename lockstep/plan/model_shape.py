@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.config.adapter import keeps_mxfp4
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_targets import EXPERTS
-from lockstep.models.decoder import even_heads
+from lockstep.models.decoder import context_of, even_heads
 from lockstep.models.known import kind_of_experts
 from lockstep.models.load import refuse_unlike, structure
 from lockstep.models.states import first_state, state_layers
@@ -119,6 +119,7 @@ def shape_of_model(model: Any) -> ModelShape:
         norms=sum("norm" in name for name, _ in blocks[0].named_children()),
         every_linear=() if alike else tuple(linear for one in layers for linear in one),
         cached=0 if size else sum(_cached(model)),
+        context=context_of(config),
         state=sum(t.nbytes for layer in state_layers(model) for t in first_state(layer, hidden).values()),
     )
 

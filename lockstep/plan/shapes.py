@@ -63,6 +63,8 @@ class ModelShape:
     """Numbers of keys and values of one token in all layers, where layers differ in them, or a value from a key; else 0."""
     state: int = 0
     """Bytes of what layers with a state hold of one sequence."""
+    context: int | None = None
+    """Longest sequence, if the model states one."""
 
     @property
     def all_linears(self) -> tuple[Linear, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import Qwen2Config
 
 from lockstep.config.load import load
 from lockstep.errors import DoesNotFitError
@@ -179,7 +180,7 @@ def test_keys_and_values_of_the_native_engine() -> None:
 def test_keys_and_values_of_vllm() -> None:
     vllm = "rollout={engine: vllm, max_tokens: 512, slots: 16}"
     assert cache_bytes(inputs(SMALL, vllm), 16) == 16 * (512 + 8192) * 28672
-    assert cache_bytes(inputs(SMALL, vllm, "rollout.slots=512"), 512) == 0.3 * H200  # gpu_memory_utilization
+    assert cache_bytes(inputs(SMALL, vllm, "rollout.slots=512"), 512) == int(0.3 * H200)  # gpu_memory_utilization
     fixed = inputs(SMALL, vllm, "rollout.vllm={kv_cache_gib: 20, sleep: false}")
     assert terms(fixed, "train")["keys and values"] == 20 * GIB
     assert "keys and values" not in terms(inputs(SMALL, vllm), "train")
@@ -254,26 +255,28 @@ def test_the_largest_phase_and_part_are_named() -> None:
     assert isinstance(worst.largest, Term)
 
 
+@pytest.mark.parametrize("context", [32768, 4096])
 @pytest.mark.parametrize("more", [(), ("rollout.slots=128",), ("rollout.vllm={gpu_memory_utilization: 0.05}",)])
-def test_vllm_takes_the_keys_and_values_that_are_planned(more: tuple[str, ...]) -> None:
+def test_vllm_takes_the_keys_and_values_that_are_planned(more: tuple[str, ...], context: int) -> None:
     from lockstep.rollout.vllm.settings import settings_of
     from tests.rollout.vllm.test_settings import QWEN
 
     given = ["rollout={engine: vllm, max_tokens: 512}", "samples_per_prompt=8", "prompts_per_step=64", *more]
-    made = settings_of(load([*GPU, *given]), "/m", QWEN, dtype="bfloat16", stop_ids=frozenset(), gpu_bytes=int(H200))
-    assert cache_bytes(inputs(SMALL, *given), 512) == pytest.approx(made.kv_cache_bytes, abs=1)
+    config = Qwen2Config(**QWEN.to_dict() | {"max_position_embeddings": context})
+    made = settings_of(load([*GPU, *given]), "/m", config, dtype="bfloat16", stop_ids=frozenset(), gpu_bytes=int(H200))
+    assert cache_bytes(inputs(replace(SMALL, context=context), *given), 512) == pytest.approx(
+        made.kv_cache_bytes, abs=1
+    )
 
 
 def test_the_code_has_the_sizes_that_the_plan_assumes() -> None:
     from lockstep.learner import adamw8bit
     from lockstep.models import heads
     from lockstep.rollout.paged import prefill, state
-    from lockstep.rollout.vllm import settings
 
     assert heads.TILES["cpu"][0] * heads.TILES["cpu"][1] == memory.CPU_TILE
     assert memory.PAGE == state.PAGE
     assert memory.PREFILL_TOKENS == prefill.PREFILL_TOKENS
-    assert memory_inputs.VLLM_PROMPT_ROOM == settings.PROMPT_ROOM
     assert memory_inputs.STATE_CHUNK == adamw8bit.CHUNK
     assert memory_inputs.STATE_BYTES["8bit"] == 2 + 2 * 4 / adamw8bit.BLOCK
     head_kernels = pytest.importorskip("lockstep.models.head_kernels")

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import Recipe
-from lockstep.config.vllm import quantised_numerics
+from lockstep.config.vllm import cache_bytes, longest_of, quantised_numerics
 from lockstep.models.decoder import context_of
 
-PROMPT_ROOM = 8192
-"""Default number of prompt tokens that fit beside the longest reply."""
 GIB = 2**30
 
 
@@ -46,20 +44,14 @@ def settings_of(
 ) -> VllmSettings:
     """Derive the settings. `config` is transformers' configuration of the model; `gpu_bytes` the memory of the whole GPU."""
     vllm, text = recipe.rollout.vllm, config.get_text_config()
-    length = vllm.max_model_len or default_length(
-        max(recipe.rollout.max_tokens, recipe.eval.max_tokens or 0), context_of(config)
-    )
-    if vllm.kv_cache_gib is not None:
-        cache = int(vllm.kv_cache_gib * GIB)
-    else:
-        wanted = recipe.vllm_room * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
-        cache = min(wanted, int(vllm.gpu_memory_utilization * gpu_bytes))
+    length = longest_of(vllm, recipe.longest_reply, context_of(config))
+    wanted = recipe.vllm_room * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
     return VllmSettings(
         folder=folder,
         dtype=dtype,
         slots=recipe.slots("cuda"),
         max_model_len=length,
-        kv_cache_bytes=cache,
+        kv_cache_bytes=cache_bytes(vllm, wanted, gpu_bytes),
         stop_ids=tuple(sorted(stop_ids)),
         seeded=vllm.seeded,
         enforce_eager=vllm.enforce_eager,
@@ -69,12 +61,6 @@ def settings_of(
         scale=recipe.numerics.scale,
         exclude=tuple(recipe.numerics.exclude),
     )
-
-
-def default_length(longest_reply: int, context: int | None) -> int:
-    """Return room for the longest reply and a long prompt, within the model's context."""
-    length = longest_reply + PROMPT_ROOM
-    return min(length, context) if context else length
 
 
 def bytes_per_token(config: Any, element: int) -> int:

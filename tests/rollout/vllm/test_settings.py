@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from lockstep.config.load import load_mapping
+from lockstep.config.vllm import Vllm, longest_of
 from lockstep.errors import ConfigError, EngineError
 from lockstep.rollout.vllm.engine import VllmEngine, captured, engine_arguments
 from lockstep.rollout.vllm.environment import prepare
-from lockstep.rollout.vllm.settings import VllmSettings, bytes_per_token, default_length, settings_of
+from lockstep.rollout.vllm.settings import VllmSettings, bytes_per_token, settings_of
 
 GIB = 2**30
 QWEN = Qwen2Config(
@@ -64,8 +65,8 @@ def test_the_cache_stays_within_its_share():
 def test_lengths():
     assert made({"vllm": {"max_model_len": 700}}).max_model_len == 700
     assert made({"max_tokens": 64}, eval={"max_tokens": 1000}).max_model_len == 9192
-    assert default_length(30000, 32768) == 32768
-    assert default_length(30000, None) == 38192
+    assert longest_of(Vllm(), 30000, 32768) == 32768
+    assert longest_of(Vllm(), 30000, None) == 38192
 
 
 def test_slots_are_numbers_that_vllm_captures():
