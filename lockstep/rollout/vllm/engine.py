@@ -221,6 +221,8 @@ class VllmEngine:
                 with self._on_stream():
                     self._engine.wake_up()
             except RuntimeError as error:  # of vLLM's own allocator
+                if "out of memory" not in str(error):
+                    raise
                 what = f"vLLM could not take its {size / GIB:.1f} GiB of keys and values again: {reason_of(error)}"
                 raise EngineError(what, fix=SMALLER) from error
             self._asleep = False

@@ -42,8 +42,7 @@ class EngineProcess:
         """Start `command`, with the number of the channel's file descriptor as last argument, and wait until it is ready.
 
         Weights pass through memory of `device`, a CUDA device, or of the host. `woken`: bytes of a GPU that the engine takes when
-        it wakes. Raises EngineError with the end of the
-        process's output if it does not start.
+        it wakes. Raises EngineError with the end of the process's output if it does not start.
         """
         self.version = -1
         self.forward = Forward()

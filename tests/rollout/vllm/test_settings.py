@@ -190,6 +190,13 @@ def test_an_engine_that_finds_no_room_for_its_keys_and_values_says_what_to_lower
     assert "lower rollout.vllm.kv_cache_gib" in caught.value.fix
     assert engine._asleep
 
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine._engine = SimpleNamespace(wake_up=broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # no memory setting mends that
+        engine.wake()
+
 
 def test_numerics_reach_the_engine():
     settings = made({}, numerics={"train": "mxfp4-w4a4", "eval": "bf16", "scale": "rceil", "exclude": ["down_proj"]})
