@@ -7,7 +7,7 @@ Legend: T tokens, H query heads, K key/value heads, D head size, X features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,12 @@ from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_product_kernel import product, tile_of
 from lockstep.rollout.paged.ops import TritonOps
 from lockstep.rollout.paged.plain import RowNorm, Turn
-from lockstep.rollout.paged.state import PAGE, PageCache, Rows
+from lockstep.rollout.paged.state import PAGE, PROGRAMS, PageCache, Rows
 
 PROMPT, LENGTHS = 150, (1, 64, 65, 190)
 """A prompt and the lengths of its responses in the tests of attention."""
+LONG = 1000
+"""Length of a further response, whose keys have two parts."""
 ROWS = 300
 """Rows of the larger products."""
 TIMES = 4
@@ -153,17 +155,19 @@ def _kinds(shape: _Shape, decoder: Decoder) -> list[AttentionKind]:
 
 
 def _attention_of(shape: _Shape, kind: AttentionKind) -> Iterator[str]:
-    """Compare a prompt with responses in one stream, each sequence alone, and the last token of each from pages."""
-    given = kind.scale, kind.window, kind.sinks_H
-    tokens = PROMPT + sum(LENGTHS)
+    """Compare a prompt with responses in one stream, each sequence alone, and the last token of each from pages, by one program
+    and by several.
+    """
+    given, lengths = (kind.scale, kind.window, kind.sinks_H), (*LENGTHS, LONG)
+    tokens = PROMPT + sum(lengths)
     query = shape.random(tokens, shape.heads, shape.size) * 2
     keys = [shape.random(tokens, shape.kv_heads, shape.size) for _ in range(2)]
     pieces, at = [Piece(0, PROMPT, 0)], PROMPT
-    for length in LENGTHS:
+    for length in lengths:
         pieces.append(Piece(at, length, PROMPT, ((PROMPT, 0),)))
         at += length
     packed, _ = stream_attention(query, keys[0], keys[1], tiles_of(pieces, shape.device), *given)
-    cache, rows = _pages(shape)
+    cache, rows = _pages(shape, lengths)
     last: list[int] = []
     for row, piece in enumerate(pieces[1:]):
         own = [*range(PROMPT), *range(piece.start, piece.start + piece.tokens)]
@@ -180,18 +184,19 @@ def _attention_of(shape: _Shape, kind: AttentionKind) -> Iterator[str]:
                 part = source[own[place * PAGE : (place + 1) * PAGE]]
                 held[page, :, : len(part)] = part.transpose(0, 1)
         last.append(own[-1])
-    with exact.on_trial():
-        out = TritonOps().attend(_heads(query[last], *(one[last] for one in keys)), rows, cache, 0, kind, 1)
-    if not torch.equal(out.view(-1, shape.heads, shape.size), packed[last]):
-        yield "attention of a token that is decoded differs from that of the same token in training"
+    for programs in (1, 2 if len(last) * shape.kv_heads <= PROGRAMS else 1):
+        with exact.on_trial():
+            out = TritonOps().attend(_heads(query[last], *(one[last] for one in keys)), rows, cache, 0, kind, programs)
+        if not torch.equal(out.view(-1, shape.heads, shape.size), packed[last]):
+            yield "attention of a token that is decoded differs from that of the same token in training"
 
 
-def _pages(shape: _Shape) -> tuple[PageCache, Rows]:
+def _pages(shape: _Shape, lengths: Sequence[int]) -> tuple[PageCache, Rows]:
     cache = PageCache(1, shape.kv_heads, shape.size, torch.bfloat16, shape.device)
-    cache.allocate(sum(-(-(PROMPT + n) // PAGE) for n in LENGTHS))
+    cache.allocate(sum(-(-(PROMPT + n) // PAGE) for n in lengths))
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)  # what nothing was written to must not matter
-    return cache, Rows.empty(len(LENGTHS), 16, 1, shape.device)
+    return cache, Rows.empty(len(lengths), -(-(PROMPT + max(lengths)) // PAGE), 1, shape.device)
 
 
 def _norms(shape: _Shape, decoder: Decoder) -> Iterator[str]:
@@ -232,7 +237,7 @@ def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
         yield "the gated activation differs between sampling and training"
     angle = torch.rand(PAGE, shape.size // 2, device=shape.device) * 6
     cos, sin = (f(angle).bfloat16() for f in (torch.cos, torch.sin))
-    cache, rows = _pages(shape)
+    cache, rows = _pages(shape, LENGTHS)
     count = len(rows.position_B)
     rows.table_BS[:, 0] = torch.arange(count) + 1
     rows.position_B.copy_(torch.arange(count, device=shape.device) * 7)

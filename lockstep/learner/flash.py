@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lockstep.device import since_hopper
 from lockstep.models.host import on_device
-from lockstep.models.ordered import Piece, Tasks
+from lockstep.models.ordered import Piece, Tasks, Tiles
 from lockstep.models.varlen import Spans, flash_backward, flash_forward, flash_serves
 
 ORDERED_SIZES = (64, 128)
@@ -140,8 +140,7 @@ class Kernels:
 class Ordered:
     """A stream's work for kernels in one order."""
 
-    tiles: Tensor
-    """Queries, as ordered.tiles_of makes them."""
+    tiles: Tiles
     tasks: Tasks | None
     """Work of the backward pass; None leaves it to the parts' kernels."""
     forward: bool
@@ -225,7 +224,16 @@ class _FlashAttention(torch.autograd.Function):
         if ctx.ordered is not None and ctx.ordered.tasks is not None:
             from lockstep.models.ordered_gradients import stream_gradients  # Triton
 
-            given = query_THD, key_TKD, value_TKD, output_THD, lse_HT, ctx.ordered.tiles, ctx.ordered.tasks, ctx.scale
+            given = (
+                query_THD,
+                key_TKD,
+                value_TKD,
+                output_THD,
+                lse_HT,
+                ctx.ordered.tiles.table,
+                ctx.ordered.tasks,
+                ctx.scale,
+            )
             return *stream_gradients(grad_THD.contiguous(), *given), grad_sinks, None, None, None, None
         grad_query, grad_key, grad_value = share(ctx.parts[0])
         for part in ctx.parts[1:]:

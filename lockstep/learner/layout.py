@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.learner.flash import FLASH, Kernels, Ordered, Part, flash_attention
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind, causal_attention
-from lockstep.models.ordered import Piece, Tasks, tasks_of, tiles_of
+from lockstep.models.ordered import Piece, Tasks, Tiles, tasks_of, tiles_of
 from lockstep.models.states import Run, State, rows_of
 
 
@@ -60,7 +60,7 @@ class PackedLayout:
         self._longest = root + max((b.prompt + max(b.responses, default=0) for b in branches), default=0)
         self._gathers: list[_Gather] = []
         self._parts: dict[tuple[int, int | None], tuple[Part, ...]] = {}
-        self._in_order: tuple[int, Tensor, Tasks] | None = None
+        self._in_order: tuple[int, Tiles, Tasks] | None = None
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
         if not self._flash_serves(query_HTD, value_KTD, kind):

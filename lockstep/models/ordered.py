@@ -38,17 +38,28 @@ class Piece:
     """Start of its sequence's keys in a stream of their own; None if queries and keys are one stream."""
 
 
-def tiles_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """Return tiles as int32 [tiles, 8]: first query, queries, position of the first, then up to where keys lie by which shift:
-    two ends and three shifts. Tiles with the most keys come first.
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Queries of a stream, a tile for each program. Those with the most keys come first."""
+
+    table: Tensor
+    """int32 [tiles, 8]: first query, queries, position of the first, then up to where keys lie by which shift: two ends and
+    three shifts.
     """
+    keys: int
+    """Most keys of a tile."""
+
+
+def tiles_of(pieces: Sequence[Piece], device: torch.device) -> Tiles:
+    """Split queries into tiles."""
     rows = [
         (piece.start + at, min(QUERIES, piece.tokens - at), piece.position + at, *_shifts(piece))
         for piece in pieces
         for at in range(0, piece.tokens, QUERIES)
     ]
     rows.sort(key=lambda row: -row[2])
-    return on_device(np.array(rows, np.int32).reshape(len(rows), FIELDS), device)
+    table = on_device(np.array(rows, np.int32).reshape(len(rows), FIELDS), device)
+    return Tiles(table, max((piece.position + piece.tokens for piece in pieces), default=0))
 
 
 def _shifts(piece: Piece) -> tuple[int, int, int, int, int]:

@@ -6,11 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.models import exact, ordered
+from lockstep.models import exact, ordered, ordered_attention
+from lockstep.models.attention import AttentionKind
 from lockstep.models.ordered import Piece, tasks_of, tiles_of
 from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_gradients import stream_gradients as gradients_of
 from lockstep.models.ordered_product_kernel import narrow_product, narrow_tile, product, tile_of
+from lockstep.rollout.paged.ops import TritonOps
+from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -24,6 +27,18 @@ def stream(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     given = (x.transpose(0, 1)[None].float() for x in (query, key, value))
     return F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exps of one sequence."""
+    query, key, value = (x.float() for x in (query, key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * SIZE**-0.5
+    ago = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    scores = scores.masked_fill((ago < 0) | (ago >= (window or len(query))), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(query), 1)], -1)
+    prob = scores.softmax(-1)[..., : len(query)]
+    return torch.einsum("hqk,khd->qhd", prob, value.repeat_interleave(2, 1)), scores.logsumexp(-1)
 
 
 def attention() -> None:
@@ -67,14 +82,44 @@ def windows_and_sinks() -> None:
         again, again_lse = stream_attention(*alone, tiles, SIZE**-0.5, window, sinks)
         assert torch.equal(again, output[places])
         assert torch.equal(again_lse, lse[:, places])
-        query, key, value = (x.float() for x in alone)
-        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * SIZE**-0.5
-        ago = torch.arange(len(places))[:, None] - torch.arange(len(places))
-        scores = scores.masked_fill((ago < 0) | (ago >= window), -torch.inf)
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(places), 1)], -1)
-        wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], value.repeat_interleave(2, 1))
+        wanted, logs = dense(*alone, window, sinks)
         torch.testing.assert_close(again.float(), wanted, atol=3e-3, rtol=3e-3)
-        torch.testing.assert_close(again_lse, scores.logsumexp(-1), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(again_lse, logs, atol=2e-3, rtol=2e-3)
+
+
+def parts() -> None:
+    """Compare sequences of several parts with dense attention, and with their last token as any number of programs decode it."""
+    ordered_attention.PART = 128
+    torch.manual_seed(0)
+    lengths = (1, 64, 128, 129, 130, 257, 500)
+    for window, sunk in ((None, False), (None, True), (100, True), (300, False)):
+        sinks = torch.randn(HEADS).half() if sunk else None
+        cache, rows = PageCache(1, KV_HEADS, SIZE, torch.float16, CPU), Rows.empty(len(lengths), 16, 1, CPU)
+        cache.allocate(sum(-(-tokens // PAGE) for tokens in lengths))
+        for held in (*cache.keys, *cache.values):
+            held.fill_(torch.nan)  # what nothing was written to must not matter
+        last, wanted = [], []
+        for row, tokens in enumerate(lengths):
+            given = stream(tokens)
+            output, _ = stream_attention(*given, tiles_of([Piece(0, tokens, 0)], CPU), SIZE**-0.5, window, sinks)
+            torch.testing.assert_close(output.float(), dense(*given, window, sinks)[0], atol=4e-3, rtol=4e-3)
+            pages = cache.take(-(-tokens // PAGE))
+            rows.table_BS[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            rows.position_B[row] = tokens - 1
+            for held, numbers in zip((cache.keys[0], cache.values[0]), given[1:], strict=True):
+                for place, page in enumerate(pages):
+                    part = numbers[place * PAGE : min(place * PAGE + PAGE, tokens - 1)]  # the step writes the last
+                    held[page, :, : len(part)] = part.transpose(0, 1)
+            last.append([numbers[-1] for numbers in given])
+            wanted.append(output[-1])
+        heads = [torch.stack(one, 1) for one in zip(*last, strict=True)]
+        for splits in (1, 2, 8):
+            out = torch.empty(len(lengths), HEADS * SIZE).half()
+            TritonOps()._in_order(
+                *heads, rows, cache, 0, AttentionKind(SIZE**-0.5, window, None, sinks), splits, None, out
+            )
+            assert torch.equal(out.view(-1, HEADS, SIZE), torch.stack(wanted))
+            assert not cache.arrived.any()
 
 
 def products() -> None:
@@ -127,7 +172,7 @@ def stream_gradients() -> None:
         assert tasks.slots
         output, lse = stream_attention(*given, tiles, SIZE**-0.5)
         grad = torch.randn_like(output)
-        found = gradients_of(grad, *given, output, lse, tiles, tasks, SIZE**-0.5)
+        found = gradients_of(grad, *given, output, lse, tiles.table, tasks, SIZE**-0.5)
         wide = [x.double().requires_grad_() for x in given]
         scores = torch.einsum("qhd,khd->hqk", wide[0], wide[1].repeat_interleave(2, 1)) * SIZE**-0.5
         probs = scores.masked_fill(~seen_by(pieces), -torch.inf).softmax(-1)

@@ -44,6 +44,7 @@ WHOLE = {
     "ids": "*i64",
     "index": "*i64",
     "best": "*i32",
+    "arrived": "*i32",
     "tiles": "*i32",
     "tasks": "*i32",
     "shared": "*i32",
@@ -59,6 +60,8 @@ ADAPTED = {"RANK": 16}
 MERGED = {"FIELDS": 11, "EVEN": True, "DITHERED": False, "RANK": 32, "ROWS": 64, "COLUMNS": 128}
 FOUR_BITS = {"EXPERTS": 32, "STEPS": 45, "ROWS": 128, "COLUMNS": 64, "DEPTH": 64, "RANK": 0, "PRECISION": "ieee"}
 PAIRS = {"HALF": 32, "INTERLEAVED": False}
+PAGES = {"ROWS": 16, "P": 64, "ONES": 16, "BLOCKS": 16}
+TILES = {"QUERIES": 128, "KEYS": 64, "ONES": 16, "FIELDS": 8, "BLOCKS": 16}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
         route_kernels._route_kernel,
@@ -139,25 +142,19 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),
     "attention in order": (
         ordered_attention.stream_kernel,
-        {
-            "H": 12,
-            "K": 2,
-            "D": 128,
-            "QUERIES": 128,
-            "KEYS": 64,
-            "ONES": 16,
-            "FIELDS": 8,
-            "WINDOWED": False,
-            "SUNK": False,
-        },
+        {"H": 12, "K": 2, "D": 128, "WINDOWED": False, "SUNK": False, "PARTED": False} | TILES,
     ),
-    "attention in order, windowed, with sinks": (
+    "attention in order, in parts, windowed, with sinks": (
         ordered_attention.stream_kernel,
-        {"H": 64, "K": 8, "D": 64, "QUERIES": 128, "KEYS": 64, "ONES": 16, "FIELDS": 8, "WINDOWED": True, "SUNK": True},
+        {"H": 64, "K": 8, "D": 64, "WINDOWED": True, "SUNK": True, "PARTED": True} | TILES,
     ),
     "attention of a decode step in order": (
         attention_kernels.ordered_attend_kernel,
-        {"H": 64, "K": 8, "D": 64, "ROWS": 16, "P": 64, "ONES": 16, "WINDOWED": True, "SUNK": True} | PAIRS,
+        {"H": 64, "K": 8, "D": 64, "PARTED": True, "SHARED": False, "WINDOWED": True, "SUNK": True} | PAGES | PAIRS,
+    ),
+    "attention of a decode step in order, by several programs": (
+        attention_kernels.ordered_attend_kernel,
+        {"H": 12, "K": 2, "D": 128, "PARTED": True, "SHARED": True, "WINDOWED": False, "SUNK": False} | PAGES | PAIRS,
     ),
     "attention of one token": (
         attention_kernels.attend_kernel,

@@ -25,6 +25,7 @@ from tests.models import ordered_reference
     [
         ordered_reference.attention,
         ordered_reference.windows_and_sinks,
+        ordered_reference.parts,
         ordered_reference.products,
         ordered_reference.gradients,
         ordered_reference.stream_gradients,
@@ -37,13 +38,14 @@ def test_kernels_under_the_interpreter(check: Callable[[], None]):
 def test_tiles_say_where_keys_are():
     cpu = torch.device("cpu")
     pieces = [Piece(0, 3, 0), Piece(3, 10, 3, ((3, 0),)), Piece(50, QUERIES + 2, 13, ((3, 0), (13, 3)))]
-    assert tiles_of(pieces, cpu).tolist() == [
+    assert tiles_of(pieces, cpu).table.tolist() == [
         [50 + QUERIES, 2, 13 + QUERIES, 3, 13, 0, 0, 37],
         [50, QUERIES, 13, 3, 13, 0, 0, 37],
         [3, 10, 3, 3, 3, 0, 0, 0],
         [0, 3, 0, 0, 0, 0, 0, 0],
     ]
-    assert tiles_of([Piece(7, 4, 20, keys=100)], cpu).tolist() == [[7, 4, 20, 0, 0, 0, 0, 100]]
+    alone = tiles_of([Piece(7, 4, 20, keys=100)], cpu)
+    assert (alone.table.tolist(), alone.keys) == ([[7, 4, 20, 0, 0, 0, 0, 100]], 24)
 
 
 def test_tasks_meet_every_pair_once(monkeypatch: pytest.MonkeyPatch):

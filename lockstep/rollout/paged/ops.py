@@ -174,7 +174,7 @@ class TritonOps:
         query_HBD, key_KBD, value_KBD = (one if one.stride(-1) == 1 else one.contiguous() for one in heads)
         out_BX = with_room(query_HBD[0], query_HBD.shape[0] * cache.size, room)
         if exact.enabled():
-            self._in_order(query_HBD, key_KBD, value_KBD, rows, cache, layer, kind, turn, out_BX)
+            self._in_order(query_HBD, key_KBD, value_KBD, rows, cache, layer, kind, splits, turn, out_BX)
         else:
             self._at_once(query_HBD, key_KBD, value_KBD, rows, cache, layer, kind, splits, turn, out_BX)
         return out_BX
@@ -215,10 +215,16 @@ class TritonOps:
 
     def _in_order(
         self, query_HBD: Tensor, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int,
-        kind: AttentionKind, turn: Turn | None, out_BX: Tensor,
+        kind: AttentionKind, splits: int, turn: Turn | None, out_BX: Tensor,
     ) -> None:  # fmt: skip
         """Compute it with the bits of models.ordered_attention."""
         heads, count, size = query_HBD.shape
+        most = -(-rows.table_BS.shape[1] * PAGE // self._ordered.PART)
+        assert splits == 1 or count * cache.heads <= len(cache.arrived), "more programs than the cache counts parts of"
+        splits = min(splits, most)
+        parts = count * heads * most if splits > 1 else 0
+        new = {"dtype": torch.float32, "device": query_HBD.device}
+        total, peak, mass = (torch.empty(parts * numbers, **new) for numbers in (size, 1, 1))  # type: ignore[call-overload]
         if turn is not None and turn.norms is not None:
             # Their sums have training's order only in a kernel like training's. A row's keys stand behind its queries.
             both_BX = query_HBD.as_strided((count, (heads + cache.heads) * size), (query_HBD.stride(1), 1))
@@ -226,14 +232,21 @@ class TritonOps:
             given = query_norm.weight_X, key_norm.weight_X, query_norm.eps
             self._norms.norm_heads(both_BX, *given, heads, cache.heads)
         cos, sin, half, interleaved = _tables(turn, query_HBD)
-        self._attention.ordered_attend_kernel[(count, cache.heads)](
+        wide = count * cache.heads < 512
+        registers = (
+            128 if wide else 200 if most > 1 else None
+        )  # four or five programs run side by side on a multiprocessor
+        self._attention.ordered_attend_kernel[(count, cache.heads, splits)](
             query_HBD, key_KBD, value_KBD, cos, sin, rows.table_BS, rows.position_B, cache.anchor, cache.offsets,
-            out_BX if kind.sinks_H is None else kind.sinks_H, out_BX, layer, rows.table_BS.stride(0),
+            out_BX if kind.sinks_H is None else kind.sinks_H, out_BX, total, peak, mass, cache.arrived, most, layer,
+            rows.table_BS.stride(0),
             *query_HBD.stride()[:2], *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0),
             kind.scale * self._ordered.LOG2_E, kind.window or 0, heads, cache.heads, size,
-            max(MATRIX_ROWS, _power(heads // cache.heads)), PAGE, self._ordered.ONES, kind.window is not None,
-            kind.sinks_H is not None, half, interleaved,
-            num_warps=4 if count * cache.heads < 512 else 2, num_stages=2, enable_fp_fusion=False, **self._overlap(),
+            max(MATRIX_ROWS, _power(heads // cache.heads)), PAGE, self._ordered.ONES, self._ordered.PART // PAGE, most > 1,
+            splits > 1, kind.window is not None, kind.sinks_H is not None, half, interleaved,
+            num_warps=4 if wide else 2, num_stages=2, enable_fp_fusion=False,
+            maxnreg=registers if size <= 128 else None,
+            **self._overlap(),
         )  # fmt: skip
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:

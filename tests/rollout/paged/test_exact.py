@@ -233,7 +233,7 @@ def experts_at_once(x: Any, weights: Any, rows: Any) -> Any:
 
 
 def attention_at_once(
-    ops: Any, query: Any, key: Any, value: Any, rows: Any, cache: Any, layer: int, kind: Any, turn: Any, out: Any
+    ops: Any, query: Any, key: Any, value: Any, rows: Any, cache: Any, layer: int, kind: Any, splits: Any, turn: Any, out: Any
 ) -> None:
     """All keys in one sum."""
     RIGHT(ops, query, key, value, rows, cache, layer, kind, turn, out)  # writes keys and values
