@@ -11,6 +11,7 @@ weights that are drawn on the GPU; and nothing is saved. The plan chooses micro-
 the last step; the peak is the largest since the start, and is compared with the plan's. An update's floor has the products of
 attention, which grow with the square of the length; beside it stands the share of 989 TFLOP/s that its active parameters alone
 take, 4 FLOP each and token. Rollouts have no floor here: how many experts a few random rows reach is not known beforehand.
+The last column is the largest difference of a log-probability between sampling and training, in nats; it is 0 in an exact run.
 """
 
 from __future__ import annotations
@@ -153,20 +154,21 @@ def row(shape: str, length: int, one: dict[str, Any], *, cpu: bool) -> str:
     sampled, trained = groups * SAMPLES * reply, groups * (prompt + SAMPLES * reply)
     update, rates = one["time/update"], [sampled / one["time/rollout"], trained / one["time/update"]]
     cells += [f"{one['time/rollout']:.2f}", f"{rates[0]:,.0f}", f"{update:.2f}", f"{rates[1]:,.0f}"]
+    gap = f"{one['mismatch/max_abs_dlogp']:.2g}"
     if cpu:
-        return "| " + " | ".join(cells) + " | | | | | |"
+        return "| " + " | ".join([*cells, *[""] * 5, gap]) + " |"
     floor, flops = update_floor(shape, length)
     planned, error = one["memory/predicted_gib"], one["memory/plan_error"]
     cells += [f"{floor / update:.0%}", f"{flops * rates[1] / PEAK:.0%}"]
-    cells += [f"{planned:.1f}", f"{planned * (1 + error):.1f}", f"{error:+.1%}"]
+    cells += [f"{planned:.1f}", f"{planned * (1 + error):.1f}", f"{error:+.1%}", gap]
     return "| " + " | ".join(cells) + " |"
 
 
 def table(results: dict[tuple[str, int], dict[str, Any]], *, cpu: bool) -> list[str]:
     lines = [
         "| shape | length | samples | step, s | rollout | tokens/s | update | computed tokens/s | of the floor | of 989 TFLOP/s "
-        "| planned GiB | peak | error |",
-        "| --- " * 13 + "|",
+        "| planned GiB | peak | error | max dlogp |",
+        "| --- " * 14 + "|",
     ]
     lines += [row(*which, one, cpu=cpu) for which, one in results.items() if "failed" not in one]
     lines.append("")

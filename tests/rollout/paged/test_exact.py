@@ -226,17 +226,16 @@ def adapter_by_torch(out: Any, x: Any, down: Any, scaling: float) -> None:
         out.copy_((x @ down.T) * 0.37 * (scaling / 0.37))
 
 
-def experts_at_once(x: Any, weights: Any, rows: Any) -> Any:
+def experts_at_once(x: Any, weights: Any, rows: Any, low: Any = None) -> Any:
     """Round once more."""
-    found = expert_kernels.product(x, weights, rows)
+    found = expert_kernels.product(x, weights, rows, low)
     return found if len(x) > 1200 else (found * 0.37) * (1 / 0.37)
 
 
-def attention_at_once(
-    ops: Any, query: Any, key: Any, value: Any, rows: Any, cache: Any, layer: int, kind: Any, splits: Any, turn: Any, out: Any
-) -> None:
+def attention_at_once(ops: Any, query: Any, key: Any, value: Any, *others: Any) -> None:
     """All keys in one sum."""
-    RIGHT(ops, query, key, value, rows, cache, layer, kind, turn, out)  # writes keys and values
+    RIGHT(ops, query, key, value, *others)  # writes keys and values
+    rows, cache, layer, kind, _, turn, out = others
     if turn is not None:
         query, _ = turn.applied(query, key, rows)
     for row, position in enumerate(rows.position_B[: query.shape[1]].tolist()):
