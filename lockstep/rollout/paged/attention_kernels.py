@@ -340,21 +340,8 @@ def ordered_attend_kernel(
     if not SHARED:
         if not PARTED:
             peak, mass, total = _ordered_part(
-                query,
-                key_base,
-                value_base,
-                table_at,
-                first,
-                begin,
-                keys,
-                window,
-                ones,
-                factor,
-                K * P * D,
-                P,
-                BLOCKS,
-                WINDOWED,
-            )
+                query, key_base, value_base, table_at, first, begin, keys, window, ones, factor, K * P * D, P, BLOCKS, WINDOWED
+            )  # fmt: skip
         else:
             peak = tl.full([ROWS], -float("inf"), tl.float32)
             mass = tl.zeros([ROWS, ONES], tl.float32)
