@@ -6,7 +6,7 @@ block with the same function, and nothing in it depends on the layout of threads
 tensor core products, the sum of weights is one too (a product with ones), and a maximum has no order. A block of which a query
 sees nothing leaves its sums as they are, so it does not matter whether the block is read.
 
-Sums begin anew in every PART of a sequence's keys, and are added part by part. So several programs can share the keys of a token
+Sums begin again in every PART of a sequence's keys, and are added part by part. So several programs can share the keys of a token
 that is decoded, and add what they found in the same order.
 
 Legend: T queries of a stream, S keys, H query heads, K key/value heads, D head size.

@@ -23,7 +23,7 @@ from lockstep.models import (  # noqa: E402
     ordered_product_kernel,
     route_kernels,
 )
-from lockstep.rollout.paged import attention_kernels  # noqa: E402
+from lockstep.rollout.paged import attention_kernels, ordered_kernels  # noqa: E402
 
 WIDE = (
     "lse",
@@ -149,11 +149,11 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"H": 64, "K": 8, "D": 64, "WINDOWED": True, "SUNK": True, "PARTED": True} | TILES,
     ),
     "attention of a decode step in order": (
-        attention_kernels.ordered_attend_kernel,
+        ordered_kernels.ordered_attend_kernel,
         {"H": 64, "K": 8, "D": 64, "PARTED": True, "SHARED": False, "WINDOWED": True, "SUNK": True} | PAGES | PAIRS,
     ),
     "attention of a decode step in order, by several programs": (
-        attention_kernels.ordered_attend_kernel,
+        ordered_kernels.ordered_attend_kernel,
         {"H": 12, "K": 2, "D": 128, "PARTED": True, "SHARED": True, "WINDOWED": False, "SUNK": False} | PAGES | PAIRS,
     ),
     "attention of one token": (
