@@ -95,7 +95,7 @@ class TritonOps:
         self._ordered: Any = ordered_attention
         self._products: Any = ordered_product_kernel
         self._attention: Any = attention_kernels
-        self._attention_in_order: Any = ordered_kernels.ordered_attend_kernel
+        self._attention_in_order: Any = ordered_kernels
         self._overlap = overlap
 
     def add_norm(
@@ -237,7 +237,7 @@ class TritonOps:
         registers = (
             128 if wide else 200 if most > 1 else None
         )  # four or five programs run side by side on a multiprocessor
-        self._attention_in_order[(count, cache.heads, splits)](
+        self._attention_in_order.ordered_attend_kernel[(count, cache.heads, splits)](
             query_HBD, key_KBD, value_KBD, cos, sin, rows.table_BS, rows.position_B, cache.anchor, cache.offsets,
             out_BX if kind.sinks_H is None else kind.sinks_H, out_BX, total, peak, mass, cache.arrived, most, layer,
             rows.table_BS.stride(0),
