@@ -224,16 +224,8 @@ class _FlashAttention(torch.autograd.Function):
         if ctx.ordered is not None and ctx.ordered.tasks is not None:
             from lockstep.models.ordered_gradients import stream_gradients  # Triton
 
-            given = (
-                query_THD,
-                key_TKD,
-                value_TKD,
-                output_THD,
-                lse_HT,
-                ctx.ordered.tiles.table,
-                ctx.ordered.tasks,
-                ctx.scale,
-            )
+            work = ctx.ordered.tiles.table, ctx.ordered.tasks
+            given = query_THD, key_TKD, value_TKD, output_THD, lse_HT, *work, ctx.scale
             return *stream_gradients(grad_THD.contiguous(), *given), grad_sinks, None, None, None, None
         grad_query, grad_key, grad_value = share(ctx.parts[0])
         for part in ctx.parts[1:]:

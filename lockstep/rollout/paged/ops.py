@@ -234,9 +234,7 @@ class TritonOps:
             self._norms.norm_heads(both_BX, *given, heads, cache.heads)
         cos, sin, half, interleaved = _tables(turn, query_HBD)
         wide = count * cache.heads < 512
-        registers = (
-            128 if wide else 200 if most > 1 else None
-        )  # four or five programs run side by side on a multiprocessor
+        registers = 128 if wide else 200 if most > 1 else None  # four or five programs fit a multiprocessor
         self._attention_in_order.ordered_attend_kernel[(count, cache.heads, splits)](
             query_HBD, key_KBD, value_KBD, cos, sin, rows.table_BS, rows.position_B, cache.anchor, cache.offsets,
             out_BX if kind.sinks_H is None else kind.sinks_H, out_BX, total, peak, mass, cache.arrived, most, layer,
@@ -245,8 +243,7 @@ class TritonOps:
             kind.scale * self._ordered.LOG2_E, kind.window or 0, heads, cache.heads, size,
             max(MATRIX_ROWS, _power(heads // cache.heads)), PAGE, self._ordered.ONES, self._ordered.PART // PAGE, most > 1,
             splits > 1, kind.window is not None, kind.sinks_H is not None, half, interleaved,
-            num_warps=4 if wide else 2, num_stages=2, enable_fp_fusion=False,
-            maxnreg=registers if size <= 128 else None,
+            num_warps=4 if wide else 2, num_stages=2, enable_fp_fusion=False, maxnreg=registers if size <= 128 else None,
             **self._overlap(),
         )  # fmt: skip
 

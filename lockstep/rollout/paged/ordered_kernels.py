@@ -50,18 +50,9 @@ def _part_of(
 
 @triton.jit
 def _merged(
-    peak_ptr,
-    mass_ptr,
-    total_ptr,
-    stored,
-    parts,
-    d,
-    in_group,
-    factor,
-    ROWS: tl.constexpr,
-    ONES: tl.constexpr,
+    peak_ptr, mass_ptr, total_ptr, stored, parts, d, in_group, factor, ROWS: tl.constexpr, ONES: tl.constexpr,
     D: tl.constexpr,
-):
+):  # fmt: skip
     """Add the sums of a row's parts, which several programs have stored, in order."""
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS, ONES], tl.float32)
